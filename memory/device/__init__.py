@@ -1,0 +1,1 @@
+"""The buffer, its views and tables, and what moves bytes."""

@@ -1,0 +1,1 @@
+"""Which bytes belong to whom: pure decisions over plain ints."""

@@ -1,0 +1,1 @@
+"""The Ray deployments and every unstable Ray call."""

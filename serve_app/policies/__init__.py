@@ -1,0 +1,1 @@
+"""Placement, affinity and autoscaling: pure decisions."""

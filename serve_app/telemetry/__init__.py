@@ -1,0 +1,1 @@
+"""Metric names, traces and logs."""

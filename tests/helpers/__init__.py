@@ -1,0 +1,1 @@
+"""Shared builders, fakes and checks of the tests."""

@@ -1,0 +1,1 @@
+"""One GPU: token ids in, token ids out."""

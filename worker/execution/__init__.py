@@ -1,0 +1,1 @@
+"""Carrying a step plan out on the device."""

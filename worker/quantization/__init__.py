@@ -1,0 +1,5 @@
+"""Weight formats by name."""
+
+from worker.registry import Registry
+
+FORMATS = Registry("weight format", "format", {})

@@ -110,7 +110,9 @@ class PageSpec:
     @property
     def page_bytes(self) -> int:
         """Bytes of a page, a multiple of :data:`PAGE_ALIGN_BYTES`."""
-        return sum(align_bytes(row.num_bytes * self.page_tokens) for layer in self.layers for row in layer.rows)
+        return sum(
+            align_bytes(row.num_bytes * self.page_tokens) for layer in self.layers for row in layer.rows
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +312,9 @@ class Ledger(Protocol):
         :data:`CHECKPOINT_TOKENS` and the state to be exactly there now. False: declined (no room, cache off)."""
         ...
 
-    def release(self, request: int, token_ids: Sequence[int] = (), num_computed_tokens: int = 0, salt: str = "") -> None:
+    def release(
+        self, request: int, token_ids: Sequence[int] = (), num_computed_tokens: int = 0, salt: str = ""
+    ) -> None:
         """Ends the request's ownership: pages are logically free at once, their bytes when no step in flight reads
         them. With ``token_ids`` its computed pages are donated to the prefix tree where that is sound."""
         ...

@@ -1,12 +1,12 @@
 """The error tree of a worker.
 
-    HeadroomError
-    |-- InvalidRequest       the caller can mend it: names the field
-    |   `-- PromptTooLong    both numbers
-    |-- ConfigError          start-up: names the option to change; collects all problems
-    |-- ModelLoadError       start-up: the folder or its tensors are not what the model needs
-    |-- Overloaded           try another replica, or later
-    `-- EngineDead           the step loop raised or stands still; the replica must be replaced
+HeadroomError
+|-- InvalidRequest       the caller can mend it: names the field
+|   `-- PromptTooLong    both numbers
+|-- ConfigError          start-up: names the option to change; collects all problems
+|-- ModelLoadError       start-up: the folder or its tensors are not what the model needs
+|-- Overloaded           try another replica, or later
+`-- EngineDead           the step loop raised or stands still; the replica must be replaced
 """
 
 from __future__ import annotations

@@ -26,6 +26,8 @@ class Registry:
     def load(self, name: str) -> Any:
         """The attribute registered under ``name``; raises ConfigError naming the option and the known names."""
         if name not in self._entries:
-            raise ConfigError([f"{self._option}={name!r}: no such {self._what}; known: {', '.join(self._entries)}"])
+            raise ConfigError(
+                [f"{self._option}={name!r}: no such {self._what}; known: {', '.join(self._entries)}"]
+            )
         module, _, attribute = self._entries[name].partition(":")
         return getattr(import_module(module), attribute)

@@ -1,0 +1,50 @@
+# Headroom's commands. Everything sets itself up first; `make help` lists them.
+PYTHON ?= python3
+MODEL ?= demo/model
+SERVE_ARGS ?=
+VENV := .venv
+RUN := $(VENV)/bin
+READY := $(VENV)/.ready
+# One thread per test process: two processes share two cores, and tiny tensors gain nothing from more.
+TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false RAY_USAGE_STATS_ENABLED=0 HF_HUB_OFFLINE=1
+PYTEST := $(TEST_ENV) $(RUN)/python -m pytest
+
+.PHONY: help setup serve test lint test-unit test-ray test-faults test-gpu soak bench
+
+help:  ## list the commands
+	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+$(READY): pyproject.toml .ci/requirements.lock .ci/setup
+	PYTHON=$(PYTHON) .ci/setup
+
+setup: $(READY)  ## make .venv from the lock file
+
+serve: $(READY)  ## serve the demo model on 127.0.0.1:8000 (MODEL=folder SERVE_ARGS="engine=... replicas=...")
+	@test -e $(MODEL)/config.json || $(RUN)/python -m demo.tiny $(MODEL)
+	RAY_USAGE_STATS_ENABLED=0 $(RUN)/serve run serve_app:app model=$(MODEL) served_name=$(notdir $(patsubst %/model,%,$(MODEL))) $(SERVE_ARGS)
+
+test: $(READY) lint test-unit test-ray test-faults  ## everything that needs no GPU
+
+lint: $(READY)  ## ruff, mypy, import contracts
+	$(RUN)/ruff check .
+	$(RUN)/ruff format --check .
+	$(RUN)/mypy
+	$(RUN)/lint-imports
+
+test-unit: $(READY)  ## tests without Ray and GPU, two at a time
+	$(PYTEST) -n 2 --dist loadfile --durations 15 -m "not ray and not gpu and not soak"
+
+test-ray: $(READY)  ## tests against real Ray Serve, one shared cluster
+	$(PYTEST) --durations 15 -m "ray and not gpu and not soak"
+
+test-faults: $(READY)  ## plant known faults one at a time; the suite must fail under each
+	$(TEST_ENV) $(RUN)/python -m tests.faults
+
+test-gpu:  ## what needs a CUDA device, with the machine's own torch
+	$(PYTHON) -m pytest --durations 15 -m "gpu and not soak"
+
+soak: $(READY)  ## long property runs and fault drills
+	$(PYTEST) -m "soak and not gpu" --timeout 3600 -s
+
+bench: $(READY)  ## the benchmarks that need no GPU, into benchmarks/results
+	@for name in $(BENCHMARKS); do $(RUN)/python -m benchmarks.$$name --json benchmarks/results/$$name.json || exit 1; done

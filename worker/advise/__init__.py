@@ -1,0 +1,1 @@
+"""What fits where, and how fast it can be: pure arithmetic over a configuration file."""

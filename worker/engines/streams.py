@@ -8,24 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 
 from worker.api import FinishReason, TokenEvent
 
 
 class _Mailbox:
-    __slots__ = ("event", "finished", "loop", "reading", "wake")
+    __slots__ = ("event", "finished", "loop", "wake")
 
     def __init__(self) -> None:
         self.event: TokenEvent | None = None
         self.finished = False
-        self.reading = False
         self.loop: asyncio.AbstractEventLoop | None = None
         self.wake: asyncio.Event | None = None
 
 
 class EventStreams:
-    """One mailbox per live request. ``put`` may be called from any thread; ``stream`` runs on an event loop."""
+    """One mailbox per live request. ``put`` may be called from any thread; ``stream`` is called on an event loop."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -45,16 +44,29 @@ class EventStreams:
             self._boxes[request_id] = _Mailbox()
 
     def put(self, event: TokenEvent) -> None:
-        """Hands an event to the request's reader; dropped when nobody can read it any more."""
+        """Hands one event to its request's reader; dropped when nobody can read it any more."""
+        self.put_all((event,))
+
+    def put_all(self, events: Iterable[TokenEvent]) -> None:
+        """Hands a step's events over with one wake-up per event loop, whatever the number of streams."""
+        sleeping: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
         with self._lock:
-            box = self._boxes.get(event.request_id)
-            if box is None or box.finished:
-                return
-            box.event = event if box.event is None else box.event.merged_with(event)
-            box.finished = event.finish_reason is not None
-            loop, wake = box.loop, box.wake
-        if loop is not None and wake is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(wake.set)
+            for event in events:
+                box = self._boxes.get(event.request_id)
+                if box is None or box.finished:
+                    continue
+                box.finished = event.finish_reason is not None
+                if box.event is not None:  # its reader was woken for the event that is still there
+                    box.event = box.event.merged_with(event)
+                    continue
+                box.event = event
+                if box.loop is not None and box.wake is not None:
+                    sleeping.setdefault(box.loop, []).append(box.wake)
+        for loop, wakes in sleeping.items():
+            try:
+                loop.call_soon_threadsafe(_set_all, wakes)
+            except RuntimeError:  # the readers' loop was closed: nobody is left to wake
+                continue
 
     def discard(self, request_id: str) -> None:
         """Forgets a request that never got a reader."""
@@ -65,33 +77,97 @@ class EventStreams:
         """Ends every open stream, e.g. when the engine died."""
         with self._lock:
             live = [request_id for request_id, box in self._boxes.items() if not box.finished]
-        for request_id in live:
-            self.put(TokenEvent(request_id, finish_reason=reason, error=error))
+        self.put_all(TokenEvent(request_id, finish_reason=reason, error=error) for request_id in live)
 
-    async def stream(self, request_id: str, abort: Callable[[str], None]) -> AsyncIterator[TokenEvent]:
-        """Yields the request's events up to the one that ends it; calls ``abort`` if the reader leaves before.
+    def stream(self, request_id: str, abort: Callable[[str], None]) -> EventReader:
+        """The request's events up to the one that ends it; calls ``abort`` if the reader leaves before.
 
-        Raises KeyError for an unknown id and RuntimeError for a second reader.
+        Raises KeyError for an unknown id and RuntimeError for a second reader, at once and not at the first event.
         """
-        wake = asyncio.Event()
+        loop = asyncio.get_running_loop()
         with self._lock:
             box = self._boxes[request_id]
-            if box.reading:
+            if box.loop is not None:
                 raise RuntimeError(f"request {request_id!r} has a reader already")
-            box.reading, box.loop, box.wake = True, asyncio.get_running_loop(), wake
-        ended = False
+            box.loop, box.wake = loop, asyncio.Event()
+        return EventReader(self, request_id, loop, box.wake, abort)
+
+    def take(self, request_id: str) -> TokenEvent | None:
+        """The merged event that waits for the request's reader, or None."""
+        with self._lock:
+            box = self._boxes[request_id]
+            event, box.event = box.event, None
+            if event is None and box.wake is not None:
+                box.wake.clear()
+            return event
+
+
+class EventReader(AsyncIterator[TokenEvent]):
+    """The reading end of one stream.
+
+    A class and not an async generator: leaving before the first event must abort the request too, and closing a
+    generator that was never started runs none of its code.
+    """
+
+    def __init__(
+        self,
+        streams: EventStreams,
+        request_id: str,
+        loop: asyncio.AbstractEventLoop,
+        wake: asyncio.Event,
+        abort: Callable[[str], None],
+    ) -> None:
+        self._streams = streams
+        self._request_id = request_id
+        self._loop = loop
+        self._wake = wake
+        self._abort = abort
+        self._open = True
+
+    def __aiter__(self) -> EventReader:
+        return self
+
+    async def __anext__(self) -> TokenEvent:
+        if not self._open:
+            raise StopAsyncIteration
         try:
-            while not ended:
-                with self._lock:
-                    event, box.event = box.event, None
-                    wake.clear()
-                if event is None:
-                    await wake.wait()
-                    continue
-                ended = event.finish_reason is not None
-                yield event
-        finally:
-            with self._lock:
-                self._boxes.pop(request_id, None)
-            if not ended:
-                abort(request_id)
+            while (event := self._streams.take(self._request_id)) is None:
+                await self._wake.wait()
+        except BaseException:  # a cancelled reader has left
+            self._close(ended=False)
+            raise
+        if event.finish_reason is not None:
+            self._close(ended=True)
+        return event
+
+    async def aclose(self) -> None:
+        """Leaves the stream; aborts the request unless its last event was read."""
+        self._close(ended=False)
+
+    def __del__(self) -> None:
+        if not self._open:
+            return
+        self._open = False
+        try:  # not from here: the collector may run inside a thread that holds the locks that leaving takes
+            self._loop.call_soon_threadsafe(_leave, self._streams, self._request_id, self._abort)
+        except RuntimeError:  # the loop is closed
+            _leave(self._streams, self._request_id, self._abort)
+
+    def _close(self, ended: bool) -> None:
+        if not self._open:
+            return
+        self._open = False
+        if ended:
+            self._streams.discard(self._request_id)
+        else:
+            _leave(self._streams, self._request_id, self._abort)
+
+
+def _leave(streams: EventStreams, request_id: str, abort: Callable[[str], None]) -> None:
+    streams.discard(request_id)
+    abort(request_id)
+
+
+def _set_all(wakes: list[asyncio.Event]) -> None:
+    for wake in wakes:
+        wake.set()

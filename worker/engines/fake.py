@@ -1,0 +1,325 @@
+"""An engine without a model: scripted tokens at scripted times, for tests and demonstrations of all that is above.
+
+One thread serves every stream. It keeps a batch limit, a waiting queue and a simulated arena, retracts requests
+when that arena is full, and can die or stall on purpose. The script comes from ``fake.json`` in the model folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+
+from memory.api import Headroom, KindHeadroom
+from worker.api import (
+    FinishReason,
+    GenerateRequest,
+    ModelInfo,
+    RequestTimeline,
+    TokenEvent,
+    WorkerSnapshot,
+)
+from worker.config import WorkerConfig
+from worker.engines.counters import EngineCounters, QueueState
+from worker.engines.fake_script import FakeScript, TokenSource, read_script
+from worker.engines.folder import read_model_info
+from worker.engines.streams import EventReader, EventStreams
+from worker.errors import EngineDead, InvalidRequest, Overloaded, PromptTooLong
+
+DRAIN_POLL_S = 0.01
+LONGEST_SLEEP_S = 0.25
+"""A loop that waits for a late token turns at least so often, so that waiting is no stall."""
+
+
+class _Live:
+    """One request in the engine."""
+
+    __slots__ = ("due_s", "generated", "num_retractions", "queued_s", "request", "source", "stamps")
+
+    def __init__(self, request: GenerateRequest, source: TokenSource) -> None:
+        self.request = request
+        self.source = source
+        self.generated = 0
+        self.due_s = 0.0
+        self.num_retractions = 0
+        self.queued_s = time.monotonic()
+        self.stamps = RequestTimeline(queued_s=time.time(), num_prompt_tokens=len(request.prompt_token_ids))
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and generated tokens."""
+        return len(self.request.prompt_token_ids) + self.generated
+
+
+class FakeEngine:
+    """The scripted engine. ``script`` overrides the folder's ``fake.json``."""
+
+    def __init__(self, config: WorkerConfig, script: FakeScript | None = None) -> None:
+        folder = Path(config.model or "fake")
+        self._config = config
+        self._script = script if script is not None else read_script(folder)
+        self._model = _model_info(config, folder, self._script)
+        self._arena_bytes = self._script.arena_bytes or config.arena_bytes
+        self._streams = EventStreams()
+        self._counters = EngineCounters()
+        self._changed = threading.Condition()
+        self._requests: dict[str, _Live] = {}
+        self._running: dict[str, _Live] = {}
+        self._running_tokens = 0
+        self._waiting: deque[_Live] = deque()
+        self._draining = False
+        self._closed = False
+        self._error = ""
+        self._advanced_s = time.monotonic()
+        self._thread = threading.Thread(target=self._loop, name="fake-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def model(self) -> ModelInfo:
+        """The scripted model's facts."""
+        return self._model
+
+    def submit(self, request: GenerateRequest) -> None:
+        """Queues a request; see :meth:`worker.api.Engine.submit`."""
+        self._validate(request)
+        with self._changed:
+            if self._error or self._closed:
+                raise EngineDead(self._error or "The engine is closed.")
+            if self._draining:
+                raise Overloaded("The worker is draining.")
+            if len(self._waiting) >= self._config.max_waiting:
+                raise Overloaded(f"{len(self._waiting)} requests are waiting already (max_waiting).")
+            if request.request_id in self._requests or request.request_id in self._streams:
+                raise InvalidRequest("request_id", f"Request id {request.request_id!r} is in use.")
+            self._streams.open(request.request_id)
+            live = _Live(request, TokenSource(self._script, request, self._model))
+            if not self._requests:
+                self._advanced_s = time.monotonic()
+            self._requests[request.request_id] = live
+            self._waiting.append(live)
+            self._counters.num_submitted += 1
+            self._counters.prompt_tokens += len(request.prompt_token_ids)
+            self._changed.notify()
+
+    def _validate(self, request: GenerateRequest) -> None:
+        if request.grammar is not None:
+            raise InvalidRequest("response_format", "engine=fake cannot enforce a grammar.")
+        needed = len(request.prompt_token_ids) + request.sampling.max_tokens
+        if needed > self._model.max_model_len:
+            raise PromptTooLong(needed, self._model.max_model_len)
+        if self._script.bytes_per_token and needed * self._script.bytes_per_token > self._arena_bytes:
+            raise PromptTooLong(needed, self._arena_bytes // self._script.bytes_per_token, "the arena")
+        bad = next((t for t in request.prompt_token_ids if not 0 <= t < self._model.vocab_size), None)
+        if bad is not None:
+            raise InvalidRequest(
+                "prompt", f"Token id {bad} is not in the vocabulary of {self._model.vocab_size}."
+            )
+
+    def stream(self, request_id: str) -> EventReader:
+        """The request's events; see :meth:`worker.api.Engine.stream`."""
+        return self._streams.stream(request_id, self.abort)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request at once; unknown ids are ignored."""
+        with self._changed:
+            live = self._requests.get(request_id)
+            if live is not None:
+                self._finish(live, FinishReason.ABORT)
+                self._changed.notify()
+
+    def snapshot(self) -> WorkerSnapshot:
+        """Counters, queue and simulated headroom now."""
+        with self._changed:
+            queue = QueueState(
+                num_running=len(self._running),
+                num_waiting=len(self._waiting),
+                waiting_tokens=sum(live.num_tokens for live in self._waiting),
+                max_running=self._config.max_running,
+                draining=self._draining,
+            )
+            return self._counters.snapshot(queue, self._headroom())
+
+    async def drain(self, timeout_s: float) -> int:
+        """Refuses new requests, waits, and aborts what is left after ``timeout_s``."""
+        with self._changed:
+            self._draining = True
+        deadline = time.monotonic() + timeout_s
+        while self._requests and time.monotonic() < deadline:  # noqa: ASYNC110 (another thread ends requests)
+            await asyncio.sleep(DRAIN_POLL_S)
+        left = list(self._requests)
+        for request_id in left:
+            self.abort(request_id)
+        return len(left)
+
+    def check_health(self) -> None:
+        """Raises EngineDead after a death, or when requests stand still for longer than ``stall_timeout_s``."""
+        with self._changed:
+            if self._error:
+                raise EngineDead(self._error)
+            idle_s = time.monotonic() - self._advanced_s
+            if self._requests and idle_s > self._config.stall_timeout_s:
+                raise EngineDead(f"The step loop has not advanced for {idle_s:.1f} s.")
+
+    def close(self) -> None:
+        """Stops the thread; open streams end with ABORT."""
+        with self._changed:
+            self._closed = True
+            for live in list(self._requests.values()):
+                self._finish(live, FinishReason.ABORT)
+            self._changed.notify()
+        self._thread.join()
+
+    def _loop(self) -> None:
+        try:
+            with self._changed:
+                while not self._closed:
+                    wait_s = self._step()
+                    if wait_s == 0.0:  # lets submit and abort in between two steps
+                        self._changed.wait(1e-4)
+                    else:
+                        self._changed.wait(wait_s)
+        except Exception as error:
+            self._die(f"{type(error).__name__}: {error}")
+
+    def _die(self, error: str) -> None:
+        with self._changed:
+            self._error = error
+            self._requests.clear()
+            self._running.clear()
+            self._running_tokens = 0
+            self._waiting.clear()
+        self._streams.finish_all(FinishReason.ERROR, error)
+
+    def _step(self) -> float | None:
+        """Emits what is due; answers the seconds until the next token is due, None when there is nothing to do."""
+        stall_after = self._script.stall_after_tokens
+        if stall_after and self._counters.generated_tokens >= stall_after:
+            return None
+        now = time.monotonic()
+        self._advanced_s = now
+        self._admit(now)
+        due = [live for live in self._running.values() if live.due_s <= now]
+        events: list[TokenEvent] = []
+        for live in due:
+            if live.request.request_id in self._running and self._make_room_for(live):
+                events.append(self._emit(live, now))
+        if events:
+            self._streams.put_all(events)
+            self._counters.stepped(time.monotonic() - now)
+            self._admit(now)
+        if not self._running:
+            return None
+        next_s = min(live.due_s for live in self._running.values()) - time.monotonic()
+        return min(max(next_s, self._script.tick_s if self._script.tokens_per_s else 0.0), LONGEST_SLEEP_S)
+
+    def _admit(self, now: float) -> None:
+        while self._waiting and len(self._running) < self._config.max_running:
+            live = self._waiting[0]
+            if not self._fits(live.num_tokens + 1):
+                return
+            self._waiting.popleft()
+            self._running[live.request.request_id] = live
+            self._running_tokens += live.num_tokens
+            live.due_s = now + self._script.first_token_delay_s(live.num_tokens)
+            if not live.stamps.scheduled_s:
+                live.stamps = replace(live.stamps, scheduled_s=time.time())
+                self._counters.scheduled(now - live.queued_s)
+
+    def _used_bytes(self) -> int:
+        return self._script.bytes_per_token * self._running_tokens
+
+    def _fits(self, more_tokens: int) -> bool:
+        bytes_per_token = self._script.bytes_per_token
+        return not bytes_per_token or self._used_bytes() + more_tokens * bytes_per_token <= self._arena_bytes
+
+    def _make_room_for(self, live: _Live) -> bool:
+        """Retracts the latest admitted requests until one more token of ``live`` fits; False if it was one of them."""
+        while not self._fits(1):
+            victim = next(reversed(self._running.values()))
+            self._stop_running(victim)
+            victim.num_retractions += 1
+            self._waiting.appendleft(victim)
+            self._counters.retracted()
+            if victim is live:
+                return False
+        return True
+
+    def _emit(self, live: _Live, now: float) -> TokenEvent:
+        if self._script.die_after_tokens and self._counters.generated_tokens >= self._script.die_after_tokens:
+            raise RuntimeError(f"scripted death after {self._script.die_after_tokens} tokens")
+        token = live.source.next_token(live.generated)
+        live.generated += 1
+        self._running_tokens += 1
+        self._counters.generated_tokens += 1
+        if not live.stamps.first_token_s:
+            live.stamps = replace(live.stamps, first_token_s=time.time())
+        if self._script.tokens_per_s:
+            # From the time it was due and not from now: a late step does not slow the stream down.
+            live.due_s += 1.0 / self._script.tokens_per_s
+        reason = live.source.finish_reason(token, live.generated)
+        event = TokenEvent(
+            request_id=live.request.request_id,
+            token_ids=(token,),
+            num_generated=live.generated,
+            logprobs=live.source.logprobs(token),
+            finish_reason=reason,
+            stop_token_id=token if reason is FinishReason.STOP else None,
+        )
+        if reason is None:
+            return event
+        self._forget(live)
+        self._counters.num_finished += 1
+        return replace(event, timeline=self._timeline(live))
+
+    def _finish(self, live: _Live, reason: FinishReason) -> None:
+        self._forget(live)
+        self._counters.num_aborted += 1
+        self._streams.put(
+            TokenEvent(
+                live.request.request_id,
+                num_generated=live.generated,
+                finish_reason=reason,
+                timeline=self._timeline(live),
+            )
+        )
+
+    def _forget(self, live: _Live) -> None:
+        del self._requests[live.request.request_id]
+        if not self._stop_running(live):
+            self._waiting.remove(live)
+
+    def _stop_running(self, live: _Live) -> bool:
+        if self._running.pop(live.request.request_id, None) is None:
+            return False
+        self._running_tokens -= live.num_tokens
+        return True
+
+    def _timeline(self, live: _Live) -> RequestTimeline:
+        return replace(
+            live.stamps,
+            finished_s=time.time(),
+            num_generated_tokens=live.generated,
+            num_retractions=live.num_retractions,
+        )
+
+    def _headroom(self) -> Headroom:
+        used = self._used_bytes()
+        return Headroom(
+            arena_bytes=self._arena_bytes,
+            gap_bytes=self._arena_bytes - used,
+            kinds={"full": KindHeadroom(used_bytes=used)},
+        )
+
+
+def _model_info(config: WorkerConfig, folder: Path, script: FakeScript) -> ModelInfo:
+    found = read_model_info(folder, name=config.served_name, max_model_len=config.max_model_len)
+    return replace(
+        found,
+        architecture="Fake",
+        vocab_size=script.vocab_size or found.vocab_size or 256,
+        max_model_len=found.max_model_len or script.max_model_len,
+        eos_token_ids=script.eos_token_ids or found.eos_token_ids,
+    )

@@ -23,6 +23,7 @@ from worker.api import (
     WorkerSnapshot,
 )
 from worker.config import WorkerConfig
+from worker.engines.checks import check_token_ids
 from worker.engines.counters import EngineCounters, QueueState
 from worker.engines.fake_script import FakeScript, TokenSource, read_script
 from worker.engines.folder import read_model_info
@@ -112,11 +113,7 @@ class FakeEngine:
             raise PromptTooLong(needed, self._model.max_model_len)
         if self._script.bytes_per_token and needed * self._script.bytes_per_token > self._arena_bytes:
             raise PromptTooLong(needed, self._arena_bytes // self._script.bytes_per_token, "the arena")
-        bad = next((t for t in request.prompt_token_ids if not 0 <= t < self._model.vocab_size), None)
-        if bad is not None:
-            raise InvalidRequest(
-                "prompt", f"Token id {bad} is not in the vocabulary of {self._model.vocab_size}."
-            )
+        check_token_ids(request, self._model.vocab_size)
 
     def stream(self, request_id: str) -> EventReader:
         """The request's events; see :meth:`worker.api.Engine.stream`."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from hashlib import blake2b
 from math import log
 from pathlib import Path
+from typing import Any
 
 from worker.api import FinishReason, GenerateRequest, ModelInfo, TokenLogprobs
 from worker.engines.folder import read_json
@@ -52,11 +53,13 @@ class FakeScript:
     max_model_len: int = 4096
 
     def __post_init__(self) -> None:
-        problems = [
-            f"{SCRIPT_FILE}: {entry.name}={value} must be at least 0"
-            for entry in fields(self)
-            if isinstance(value := getattr(self, entry.name), int | float) and value < 0
-        ]
+        problems = []
+        for entry in fields(self):
+            value, kind = getattr(self, entry.name), type(entry.default)
+            if not isinstance(value, int | float if kind is float else kind) or isinstance(value, bool):
+                problems.append(f"{SCRIPT_FILE}: {entry.name}={value!r} must be of type {kind.__name__}")
+            elif isinstance(value, int | float) and value < 0:
+                problems.append(f"{SCRIPT_FILE}: {entry.name}={value} must be at least 0")
         if self.output not in OUTPUTS:
             problems.append(f"{SCRIPT_FILE}: output={self.output!r} must be one of {', '.join(OUTPUTS)}")
         if (self.output == "script") != bool(self.token_ids):
@@ -76,9 +79,10 @@ def read_script(folder: Path) -> FakeScript:
     unknown = sorted(set(found) - {entry.name for entry in fields(FakeScript)})
     if unknown:
         raise ConfigError([f"{SCRIPT_FILE}: unknown field {name!r}" for name in unknown])
-    return FakeScript(
-        **{name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
-    )
+    values: dict[str, Any] = {
+        n: tuple(value) if isinstance(value, list) else value for n, value in found.items()
+    }
+    return FakeScript(**values)
 
 
 class TokenSource:

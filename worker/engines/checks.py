@@ -1,0 +1,15 @@
+"""Checks of a request that every engine makes before it accepts one."""
+
+from __future__ import annotations
+
+from worker.api import GenerateRequest
+from worker.errors import InvalidRequest
+
+
+def check_token_ids(request: GenerateRequest, vocab_size: int) -> None:
+    """Raises InvalidRequest naming ``prompt`` or ``logit_bias`` for a token id outside the vocabulary."""
+    biased = [token for token, _ in request.sampling.logit_bias]
+    for name, tokens in (("prompt", request.prompt_token_ids), ("logit_bias", biased)):
+        bad = next((token for token in tokens if not 0 <= token < vocab_size), None)
+        if bad is not None:
+            raise InvalidRequest(name, f"Token id {bad} is not in the vocabulary of {vocab_size}.")

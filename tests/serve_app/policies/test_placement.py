@@ -1,0 +1,285 @@
+"""Which replica gets a request."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from memory.api import KindHeadroom
+from serve_app.policies.placement import (
+    VETOED,
+    Busy,
+    Choice,
+    Outcome,
+    Placement,
+    PlacementConfig,
+    RequestFacts,
+    with_fleet_mean,
+)
+from serve_app.policies.prediction import CostModel
+from serve_app.policies.prefix_affinity import block_hashes
+from serve_app.policies.replica_view import ReplicaLoad
+from tests.serve_app.policies.builders import residency, snapshot
+
+COSTS = CostModel(prefill_tokens_per_s=1_000.0, decode_ms_per_active=0.5)
+CONFIG = PlacementConfig(costs=COSTS, block_tokens=4)
+LONG = RequestFacts(num_prompt_tokens=200, max_tokens=50)
+
+
+def placement_with(config: PlacementConfig = CONFIG, **replicas: dict[str, Any]) -> Placement:
+    placement = Placement(config, seed=1)
+    for name, numbers in replicas.items():
+        placement.report(name, snapshot(1, 0.0, **numbers), 0.0)
+    return placement
+
+
+def chosen(answer: Choice | Busy) -> str:
+    assert isinstance(answer, Choice), answer
+    return answer.replica_id
+
+
+def facts(tokens: list[int], *keys: str) -> RequestFacts:
+    return RequestFacts(len(tokens), 50, block_hashes(tokens, block_tokens=4), keys)
+
+
+FULL = KindHeadroom(used_bytes=10_000)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "winner"),
+    [
+        ({"running": 30}, {"running": 2}, "b"),  # crowding of decode
+        ({"waiting_tokens": 50}, {"waiting_tokens": 4_000, "waiting": 1}, "a"),  # prefill before it
+        ({"gap_bytes": 1_000}, {"gap_bytes": 1 << 40, "running": 4}, "b"),  # headroom
+        ({"running": 64}, {"running": 63}, "b"),  # no row free
+        ({"draining": True}, {"running": 60}, "b"),
+    ],
+)
+def test_the_cheaper_replica_wins(a: dict[str, Any], b: dict[str, Any], winner: str) -> None:
+    costs = CostModel(prefill_tokens_per_s=1_000.0, decode_ms_per_active=0.5, kv_bytes_per_token=100.0)
+    for _ in range(5):
+        placement = placement_with(PlacementConfig(costs=costs, block_tokens=4), a=a, b=b)
+        assert chosen(placement.choose(LONG, 0.0)) == winner
+
+
+def test_a_conversation_returns_to_its_prefix() -> None:
+    placement = placement_with(a={}, b={}, c={}, d={})
+    prompt = list(range(400))
+    first = placement.choose(facts(prompt, "conversation"), 0.0)
+    assert isinstance(first, Choice)
+    placement.done(first.ticket, 1.0, Outcome(True, 0, 20))
+    again = placement.choose(facts([*prompt, *range(1_000, 1_100)], "conversation"), 1.0)
+    assert isinstance(again, Choice)
+    assert again.replica_id == first.replica_id
+    assert again.hit_tokens == 396
+    assert again.terms.prefill == pytest.approx(104.0)
+
+
+def test_a_hot_prefix_spills_over_before_its_replica_drowns() -> None:
+    placement = placement_with(a={}, b={}, c={}, d={})
+    prompt = list(range(200))
+    shares = Counter(
+        chosen(placement.choose(facts([*prompt, *range(1_000 * i, 1_000 * i + 100)]), 0.0))
+        for i in range(1, 41)
+    )
+    assert max(shares.values()) <= 16
+
+
+def test_a_burst_under_one_snapshot_does_not_stampede_the_idle_replica() -> None:
+    replicas = {f"r{i}": {"running": 12} for i in range(7)}
+    placement = placement_with(**replicas, idle={})
+    shares = Counter(chosen(placement.choose(LONG, 0.5)) for _ in range(80))
+    assert shares["idle"] <= 2.5 * 80 / 8
+    assert len(shares) == 8
+
+
+def test_near_ties_are_drawn() -> None:
+    firsts = Counter(_first_of_equals(seed) for seed in range(60))
+    assert set(firsts) == {"a", "b", "c"}
+
+
+def _first_of_equals(seed: int) -> str:
+    placement = Placement(CONFIG, seed=seed)
+    for name in ("a", "b", "c"):
+        placement.report(name, snapshot(1), 0.0)
+    return chosen(placement.choose(LONG, 0.0))
+
+
+@pytest.mark.parametrize(("others_running", "stays"), [(1, True), (0, True), (40, True)])
+def test_a_conversation_stays_within_the_band(others_running: int, stays: bool) -> None:
+    for seed in range(10):
+        placement = Placement(PlacementConfig(costs=COSTS, block_tokens=4, stay_ms=60.0), seed)
+        placement.report("home", snapshot(1), 0.0)
+        first = placement.choose(facts([1, 2, 3], "conversation"), 0.0)
+        assert isinstance(first, Choice)
+        placement.done(first.ticket, 0.1, Outcome(True))
+        placement.report("home", snapshot(2, 0.1, running=2, submitted=1, finished=1), 0.1)
+        placement.report("other", snapshot(1, 0.1, running=others_running), 0.1)
+        again = chosen(placement.choose(facts([9, 9, 9], "conversation"), 0.1))
+        assert (again == "home") is stays
+
+
+def test_a_conversation_leaves_a_home_outside_the_band() -> None:
+    placement = Placement(PlacementConfig(costs=COSTS, block_tokens=4, stay_ms=60.0), 0)
+    placement.report("home", snapshot(1), 0.0)
+    first = placement.choose(facts([1, 2, 3], "conversation"), 0.0)
+    assert isinstance(first, Choice)
+    placement.report("home", snapshot(2, 0.1, running=30, submitted=1), 0.1)
+    placement.report("other", snapshot(1, 0.1), 0.1)
+    assert chosen(placement.choose(facts([9, 9, 9], "conversation"), 0.1)) == "other"
+
+
+def test_a_veto_excludes_and_gives_the_booking_back() -> None:
+    placement = placement_with(a={}, b={"running": 8})
+    first = placement.choose(facts(list(range(50))), 0.0)
+    assert isinstance(first, Choice)
+    assert first.replica_id == "a"
+    placement.done(first.ticket, 0.0, VETOED)
+    assert placement.views["a"].num_own == 0
+    assert placement.prefixes.num_blocks("a") == 0
+    assert chosen(placement.choose(facts(list(range(50))), 0.0, exclude={"a"})) == "b"
+    assert isinstance(placement.choose(LONG, 0.0, exclude={"a", "b"}), Busy)
+
+
+def test_dead_and_removed_replicas_get_nothing() -> None:
+    placement = placement_with(a={}, b={"running": 20})
+    placement.report("b", snapshot(2, 4.0, running=20), 4.0)
+    assert chosen(placement.choose(LONG, 5.5)) == "b"
+    placement.remove("b")
+    assert isinstance(placement.choose(LONG, 5.5), Busy)
+
+
+def test_an_aged_replica_is_taken_for_an_average_one_and_not_for_an_idle_one() -> None:
+    placement = placement_with(aged={}, b={}, c={})
+    for name in ("b", "c"):
+        placement.report(name, snapshot(2, 4.5, running=12), 4.5)
+    shares = Counter(chosen(placement.choose(LONG, 4.5)) for _ in range(12))
+    assert shares["aged"] <= 4
+
+
+def test_a_replica_without_a_report_is_tried_and_not_flooded() -> None:
+    placement = placement_with(a={"running": 10}, b={"running": 10})
+    placement.add("new", 0.0)
+    shares = Counter(chosen(placement.choose(LONG, 0.0)) for _ in range(30))
+    assert 3 <= shares["new"] <= 15
+
+
+def test_a_lone_replica_without_a_report_gets_the_first_request() -> None:
+    placement = Placement(CONFIG)
+    assert isinstance(placement.choose(LONG, 0.0), Busy)
+    placement.add("new", 0.0)
+    assert chosen(placement.choose(LONG, 100.0)) == "new"
+
+
+def test_full_replicas_mean_busy_with_a_time_to_retry() -> None:
+    placement = placement_with(a={"running": 4, "waiting": 3, "max_running": 4})
+    assert chosen(placement.choose(LONG, 0.0)) == "a"
+    answer = placement.choose(LONG, 0.0)
+    assert isinstance(answer, Busy)
+    assert 0.1 <= answer.retry_after_s <= 30.0
+
+
+def test_out_of_order_reports_change_nothing() -> None:
+    placement = placement_with(a={}, b={})
+    assert placement.report("a", snapshot(9, 1.0, running=40), 1.0)
+    assert not placement.report("a", snapshot(8, 0.9), 1.0)
+    placement.report("b", snapshot(2, 1.0), 1.0)
+    assert chosen(placement.choose(LONG, 1.0)) == "b"
+
+
+def test_leaked_tickets_expire() -> None:
+    placement = placement_with(a={})
+    answer = placement.choose(LONG, 0.0)
+    assert isinstance(answer, Choice)
+    assert placement.expire(899.0) == 0
+    assert placement.expire(901.0) == 1
+    assert placement.num_open == 0
+    assert placement.views["a"].num_own == 0
+    placement.done(answer.ticket, 902.0, Outcome(True))  # late, and ignored
+
+
+def test_a_prefix_found_gone_is_no_longer_counted_on() -> None:
+    placement = placement_with(a={})
+    old, older = list(range(100)), list(range(500, 600))
+    for prompt in (older, old):
+        answer = placement.choose(facts(prompt), 0.0)
+        assert isinstance(answer, Choice)
+        placement.done(answer.ticket, 0.5, Outcome(True, 0, 10))
+    answer = placement.choose(facts(old), 1.0)
+    assert isinstance(answer, Choice)
+    assert answer.hit_tokens == 96
+    placement.done(answer.ticket, 1.5, Outcome(True, cached_tokens=0, generated_tokens=10))
+    answer = placement.choose(facts(older), 2.0)
+    assert isinstance(answer, Choice)
+    assert answer.hit_tokens == 0
+
+
+def test_a_flushed_prefix_cache_empties_the_map() -> None:
+    costs = CostModel(prefill_tokens_per_s=1_000.0, kv_bytes_per_token=100.0)
+    config = PlacementConfig(costs=costs, block_tokens=4)
+    placement = placement_with(config, a={"full": KindHeadroom(used_bytes=0)})
+    answer = placement.choose(facts(list(range(100))), 0.0)
+    assert isinstance(answer, Choice)
+    held = KindHeadroom(reclaimable_bytes=10_000)
+    placement.report("a", snapshot(2, 0.5, submitted=1, full=held), 0.5)
+    assert placement.prefixes.num_blocks("a") == 24
+    placement.report("a", snapshot(3, 0.6, submitted=1, full=KindHeadroom()), 0.6)
+    assert placement.prefixes.num_blocks("a") <= 1
+
+
+HALF_A, HALF_B = b"\xff\x00", b"\x00\xff"
+EXPERTS = PlacementConfig(
+    costs=CostModel(prefill_tokens_per_s=1_000.0, expert_bytes=1e9, link_bytes_per_s=50e9), block_tokens=4
+)
+
+
+def _learned(config: PlacementConfig) -> Placement:
+    placement = placement_with(
+        config, a={"experts": residency(HALF_A, 1)}, b={"experts": residency(HALF_B, 1)}, c={}
+    )
+    for _ in range(6):
+        answer = placement.choose(facts([1, 2, 3], "tenant"), 0.0)
+        assert isinstance(answer, Choice)
+        placement.done(answer.ticket, 0.0, Outcome(True, used_expert_bits=HALF_A))
+    return placement
+
+
+def test_a_tenant_goes_where_its_experts_are() -> None:
+    placement = _learned(EXPERTS)
+    for i in range(3):
+        answer = placement.choose(facts([7, 8, 9], f"another {i}", "tenant"), 0.0)
+        assert isinstance(answer, Choice)
+        assert answer.replica_id == "a"
+        assert answer.terms.experts == pytest.approx(0.0)
+        placement.done(answer.ticket, 0.0, Outcome(True, used_expert_bits=HALF_A))
+
+
+def test_a_replica_that_reports_no_experts_is_taken_for_an_average_one() -> None:
+    placement = _learned(EXPERTS)
+    answer = placement.choose(facts([7, 8, 9], "another", "tenant"), 0.0, exclude={"a", "b"})
+    assert isinstance(answer, Choice)
+    assert answer.terms.experts == 0.0  # alone it has nobody to be compared with
+    answer = placement.choose(facts([7, 8, 9], "a third", "tenant"), 0.0, exclude={"a"})
+    assert isinstance(answer, Choice)
+    assert answer.terms.experts == pytest.approx(8 * 1e9 * 2 / 50e9 * 1e3, rel=0.3)
+
+
+def test_costs_that_a_worker_reports_replace_the_start_values() -> None:
+    extra = {"kv_bytes_per_token": 1_000.0, "unknown": 3.0}
+    placement = placement_with(a={"gap_bytes": 1_000, "extra": extra}, b={"running": 4})
+    assert chosen(placement.choose(LONG, 0.0)) == "b"
+
+
+def test_the_fleet_mean_raises_the_untrusted_and_never_lowers() -> None:
+    def load(trust: float, active: float) -> ReplicaLoad:
+        return ReplicaLoad(trust, active, 64, active * 10, 1e9)
+
+    new = ReplicaLoad(0.0, 2, 0, 20, None)
+    blended = with_fleet_mean(
+        {"a": load(1, 10), "b": load(1, 20), "c": load(0.5, 5), "d": load(0, 40), "e": new}
+    )
+    assert [blended[name].num_active for name in "abcde"] == [10, 20, 10, 40, 12]
+    assert blended["c"].backlog_tokens == 100
+    assert with_fleet_mean({"a": load(0, 3)})["a"].num_active == 3

@@ -1,0 +1,108 @@
+"""All wiring on one page: options in, a Serve application out."""
+
+# Serve reads the builder's annotation at run time, so it must be the class itself and no string: no
+# ``from __future__ import annotations`` here.
+
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+from ray.serve.deployment import Application
+from ray.serve.schema import LoggingConfig
+
+from serve_app.config import AppArgs
+from serve_app.deployments.dispatch import DispatchConfig
+from serve_app.deployments.router import Router, RouterArgs
+from serve_app.deployments.worker import Worker, WorkerArgs
+from serve_app.policies.coalescing import CoalescingConfig
+from serve_app.policies.placement import PlacementConfig
+from serve_app.text.model_folder import resolve_model
+from serve_app.text.tokenizer import load_text_model
+
+ROUTER_REQUESTS = 10_000
+"""The limit that sheds load is the Router's own queue; Serve's must not come before it."""
+
+QUIET = LoggingConfig(enable_access_log=False)
+"""Else every report of every worker is a line in the log."""
+
+ROUTING: dict[str, Any] = {
+    "request_router_class": "serve_app.deployments.ray_hooks.PinnedRouter",
+    "request_routing_stats_period_s": 1.0,
+}
+
+
+def app(args: AppArgs) -> Application:
+    """The application: Routers that hold a handle to Workers. Raises ModelLoadError before anything is started when
+    the model's text files are missing or wrong."""
+    load_text_model(resolve_model(args.model, args.revision, weights=False), args.chat_template)
+    return _router(args).bind(router_args(args), _worker(args).bind(worker_args(args)))
+
+
+def router_args(args: AppArgs) -> RouterArgs:
+    """The Router's part of the options."""
+    return RouterArgs(
+        model=args.model,
+        revision=args.revision,
+        name=args.name,
+        chat_template=args.chat_template,
+        dispatch=DispatchConfig(
+            max_queue=args.max_queue,
+            queue_timeout_s=args.queue_timeout_s,
+            accept_timeout_s=args.accept_timeout_s,
+        ),
+        placement=PlacementConfig(queue_share=args.worker_backlog / args.max_running),
+        log_level=args.log_level,
+    )
+
+
+def worker_args(args: AppArgs) -> WorkerArgs:
+    """The Worker's part of the options."""
+    return WorkerArgs(
+        config=args.worker_config(),
+        revision=args.revision,
+        snapshot_interval_s=args.snapshot_interval_s,
+        coalescing=CoalescingConfig(
+            # What one worker may send, when all send alike.
+            messages_per_s=args.messages_per_s * args.router_replicas / args.replicas
+        ),
+        log_level=args.log_level,
+    )
+
+
+def _router(args: AppArgs) -> serve.Deployment:
+    make = serve.deployment(
+        name="Router",
+        num_replicas=args.router_replicas,
+        max_ongoing_requests=ROUTER_REQUESTS,
+        ray_actor_options={"num_cpus": args.cpus_per_router},
+        health_check_period_s=args.health_check_period_s,
+        graceful_shutdown_timeout_s=args.graceful_shutdown_timeout_s,
+        logging_config=QUIET,
+    )
+    return make(serve.ingress()(Router))
+
+
+def _worker(args: AppArgs) -> serve.Deployment:
+    make = serve.deployment(
+        name="Worker",
+        num_replicas=args.replicas,
+        max_ongoing_requests=args.max_running + args.max_waiting + args.worker_backlog,
+        ray_actor_options={"num_cpus": args.cpus_per_worker, "num_gpus": _gpus(args)},
+        health_check_period_s=args.health_check_period_s,
+        graceful_shutdown_timeout_s=args.graceful_shutdown_timeout_s,
+        logging_config=QUIET,
+        request_router_config=RequestRouterConfig(**ROUTING),
+    )
+    return make(Worker)
+
+
+def _gpus(args: AppArgs) -> float:
+    if args.gpus_per_worker >= 0:
+        return args.gpus_per_worker
+    if args.engine == "fake" or args.device == "cpu":
+        return 0
+    if args.device.startswith("cuda"):
+        return 1
+    resources: dict[str, float] = ray.cluster_resources() if ray.is_initialized() else {}  # type: ignore[no-untyped-call]
+    return min(1.0, resources.get("GPU", 0.0))

@@ -1,0 +1,149 @@
+"""Every option of the service, typed and checked; the only module that reads the environment.
+
+``serve run serve_app:app NAME=VALUE ...`` fills :class:`AppArgs`. An option that is not given is taken from the
+environment variable ``HEADROOM_<NAME>``, else it has the default below.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from worker.config import WorkerConfig
+from worker.errors import ConfigError
+
+ENVIRONMENT_PREFIX = "HEADROOM_"
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+class AppArgs(BaseModel):
+    """What ``serve run serve_app:app`` may be told. The first block is this service's own; the second has the names
+    and meanings of :class:`worker.config.WorkerConfig` and is handed to every worker."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str = Field(default="", description="Folder of the checkpoint, or a hub name (owner/name).")
+    revision: str = Field(default="", description="With a hub name: branch, tag or commit.")
+    served_name: str = Field(default="", description="Name the model answers to; empty: the end of `model`.")
+    replicas: int = Field(default=1, ge=1, description="Workers, one per GPU.")
+    router_replicas: int = Field(default=1, ge=1, description="Routers (HTTP ingress and placement).")
+    gpus_per_worker: float = Field(
+        default=-1.0,
+        ge=-1.0,
+        description="GPUs that Ray reserves per worker; -1: one where a GPU will be used.",
+    )
+    cpus_per_worker: float = Field(default=0.0, ge=0.0, description="CPUs that Ray reserves per worker.")
+    cpus_per_router: float = Field(default=0.0, ge=0.0, description="CPUs that Ray reserves per router.")
+    max_queue: int = Field(default=256, ge=0, description="Requests that may wait in a router for a worker.")
+    queue_timeout_s: float = Field(default=60.0, gt=0, description="A request that waited so long gets 429.")
+    accept_timeout_s: float = Field(
+        default=30.0,
+        gt=0,
+        description="A worker that has not taken a request in after so long is passed over.",
+    )
+    worker_backlog: int = Field(
+        default=8, ge=0, description="Requests a router sends to a worker beyond what its batch holds."
+    )
+    snapshot_interval_s: float = Field(
+        default=0.03, gt=0, description="Least time between a worker's reports."
+    )
+    messages_per_s: float = Field(
+        default=1500.0,
+        gt=0,
+        description="Stream messages per second that one router should carry; tokens are coalesced to keep to it.",
+    )
+    graceful_shutdown_timeout_s: float = Field(
+        default=600.0,
+        ge=0,
+        description="Running requests of a worker that is taken away may go on for so long.",
+    )
+    health_check_period_s: float = Field(
+        default=5.0, gt=0, description="How often each deployment is checked."
+    )
+    chat_template: str = Field(
+        default="", description="File of a chat template; empty: the checkpoint's own."
+    )
+    log_level: str = Field(default="info", description="debug, info, warning or error.")
+
+    engine: str = "native"
+    device: str = "auto"
+    dtype: str = "auto"
+    kv_dtype: str = "auto"
+    max_model_len: int = 0
+    max_running: int = 64
+    max_waiting: int = 1024
+    max_step_tokens: int = 2048
+    arena_bytes: int = 0
+    memory_mode: str = "arena"
+    split_ratio: float = 0.5
+    page_tokens: int = 0
+    prefix_cache: bool = True
+    host_tier_bytes: int = 0
+    experts: str = "resident"
+    expert_bytes: int = 0
+    attention_backend: str = "auto"
+    deterministic: bool = False
+    load: str = "checkpoint"
+    seed: int = 0
+    num_threads: int = 0
+    stall_timeout_s: float = 120.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        unknown = [name for name in given if name not in cls.model_fields]
+        if unknown:
+            raise ValueError("; ".join(_unknown_option(name, list(cls.model_fields)) for name in unknown))
+        return {**from_environment(os.environ), **given}
+
+    @model_validator(mode="after")
+    def _consistent(self) -> AppArgs:
+        problems = []
+        if not self.model and self.engine != "fake":
+            problems.append("model= is missing: name a checkpoint's folder or a hub name")
+        if self.log_level not in LOG_LEVELS:
+            problems.append(f"log_level={self.log_level!r} must be one of {', '.join(LOG_LEVELS)}")
+        if self.revision and not self.model:
+            problems.append("revision= needs a hub name in model=")
+        try:
+            self.worker_config()
+        except ConfigError as error:
+            problems += error.problems
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    @property
+    def name(self) -> str:
+        """The name the model is served under: ``served_name``, else the last part of ``model``."""
+        return self.served_name or os.path.basename(self.model.rstrip("/")) or self.engine
+
+    def worker_config(self) -> WorkerConfig:
+        """The part of the options that a worker gets; raises ConfigError listing all that is wrong in it."""
+        values = {entry.name: getattr(self, entry.name) for entry in fields(WorkerConfig)}
+        return WorkerConfig(**{**values, "served_name": self.name})
+
+
+def from_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The options that the environment sets, as ``HEADROOM_<NAME>`` in capitals; variables of other names with that
+    prefix are not ours to judge."""
+    found = {}
+    for name in AppArgs.model_fields:
+        value = environment.get(ENVIRONMENT_PREFIX + name.upper())
+        if value is not None:
+            found[name] = value
+    return found
+
+
+def _unknown_option(name: str, known: list[str]) -> str:
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+    return f"there is no option {name!r}{hint}"

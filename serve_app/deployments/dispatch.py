@@ -1,0 +1,284 @@
+"""A request's way through the Router: it waits in the queue, is placed, started, and moved elsewhere while it can be.
+
+No Ray here: workers are reached through a :class:`Transport`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+from serve_app.deployments.protocol import (
+    Accepted,
+    Refused,
+    ReplicaGone,
+    ReplicaStream,
+    Transport,
+    WorkerReport,
+)
+from serve_app.http.errors import WorkerLost
+from serve_app.policies.admission import AdmissionConfig, AdmissionQueue
+from serve_app.policies.placement import VETOED, Busy, Choice, Outcome, Placement, RequestFacts
+from serve_app.policies.prefix_affinity import block_hashes
+from serve_app.text.output import TokenStream
+from worker.api import FinishReason, GenerateRequest, ModelInfo, TokenEvent
+from worker.errors import EngineDead, Overloaded
+
+BAN_S = 2.0
+"""A replica that Serve no longer routes to may still report while it drains; for so long that is not believed. No
+longer, as a new replica may also report before Serve routes to it."""
+DEAD_S = 5.0
+TICK_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchConfig:
+    """``accept_timeout_s``: a worker that has not taken a request in by then is passed over."""
+
+    max_queue: int
+    queue_timeout_s: float
+    accept_timeout_s: float
+
+
+@dataclass
+class _Waiting:
+    facts: RequestFacts
+    placed: asyncio.Future[Choice]
+
+
+@dataclass
+class DispatchCounts:
+    """What happened so far."""
+
+    retries: dict[str, int] = field(default_factory=dict)
+
+    def retried(self, reason: str) -> None:
+        """Counts a request that was sent elsewhere."""
+        self.retries[reason] = self.retries.get(reason, 0) + 1
+
+
+class Dispatcher:
+    """Queue, placement and retries of one Router; lives on its event loop."""
+
+    def __init__(self, config: DispatchConfig, placement: Placement, transport: Transport) -> None:
+        self._config = config
+        self._placement = placement
+        self._transport = transport
+        self._queue = AdmissionQueue(
+            AdmissionConfig(max_waiting=config.max_queue, default_wait_s=config.queue_timeout_s)
+        )
+        self._waiting: dict[str, _Waiting] = {}
+        self._banned_until_s: dict[str, float] = {}
+        self._reports: dict[str, tuple[float, WorkerReport]] = {}
+        self._model_known = asyncio.Event()
+        self.model: ModelInfo | None = None
+        self.counts = DispatchCounts()
+
+    # -- what workers say ---------------------------------------------------------------------------------------
+
+    def report(self, report: WorkerReport) -> None:
+        """Takes a worker's report in, and places what waits for room."""
+        now_s = time.monotonic()
+        if self._banned_until_s.get(report.replica_id, 0.0) > now_s:
+            return
+        self._banned_until_s.pop(report.replica_id, None)
+        if self._placement.report(report.replica_id, report.snapshot, now_s):
+            self._reports[report.replica_id] = (now_s, report)
+        self.model = report.model
+        self._model_known.set()
+        self._place_waiting()
+
+    def live_reports(self) -> list[WorkerReport]:
+        """The last report of each worker that has reported lately."""
+        now_s = time.monotonic()
+        return [report for at_s, report in self._reports.values() if now_s - at_s < DEAD_S]
+
+    async def known_model(self) -> ModelInfo:
+        """Facts of the model; waits for the first report, Overloaded after ``queue_timeout_s``."""
+        if self.model is None:
+            try:
+                await asyncio.wait_for(self._model_known.wait(), self._config.queue_timeout_s)
+            except TimeoutError:
+                raise Overloaded("No worker has started yet.", 5.0) from None
+        assert self.model is not None
+        return self.model
+
+    async def run(self) -> None:
+        """Housekeeping, for as long as the Router lives: deadlines, lost tickets, workers that fell silent."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            now_s = time.monotonic()
+            self._placement.expire(now_s)
+            for replica_id, (at_s, _) in list(self._reports.items()):
+                if now_s - at_s > DEAD_S:
+                    self._forget(replica_id)
+            self._place_waiting()
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._queue)
+
+    @property
+    def num_open(self) -> int:
+        """Requests at workers."""
+        return self._placement.num_open
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    async def open(self, request: GenerateRequest) -> TokenStream:
+        """See :meth:`serve_app.http.backend.Backend.open`; answers with the first tokens at hand."""
+        facts = RequestFacts(
+            num_prompt_tokens=len(request.prompt_token_ids),
+            max_tokens=request.sampling.max_tokens,
+            prefix=block_hashes(request.prompt_token_ids, request.cache_salt),
+            affinity_keys=(request.affinity_key,) if request.affinity_key else (),
+        )
+        choice = await self._wait_for_place(request.request_id, facts)
+        refused_by: set[str] = set()
+        while True:
+            try:
+                return await self._start(choice, request)
+            except (Overloaded, EngineDead, WorkerLost) as error:
+                refused_by.add(choice.replica_id)
+                again = self._placement.choose(facts, time.monotonic(), refused_by)
+                if isinstance(again, Busy):
+                    raise
+                self.counts.retried("refused" if isinstance(error, Overloaded) else "lost")
+                choice = again
+
+    async def _wait_for_place(self, key: str, facts: RequestFacts) -> Choice:
+        now_s = time.monotonic()
+        refused = self._queue.offer(key, now_s)
+        if refused is not None:
+            raise Overloaded(
+                f"{len(self._queue)} requests wait already ({refused.reason.value}).", refused.retry_after_s
+            )
+        waiting = _Waiting(facts, asyncio.get_running_loop().create_future())
+        self._waiting[key] = waiting
+        try:
+            self._place_waiting()
+            return await waiting.placed
+        except asyncio.CancelledError:
+            if (
+                waiting.placed.done()
+                and not waiting.placed.cancelled()
+                and waiting.placed.exception() is None
+            ):
+                self._end(waiting.placed.result(), VETOED)
+            raise
+        finally:
+            self._queue.leave(key)
+            self._waiting.pop(key, None)
+
+    def _place_waiting(self) -> None:
+        now_s = time.monotonic()
+        for late in self._queue.expire(now_s):
+            placed = self._waiting[late].placed
+            if not placed.done():
+                retry_s = self._queue.retry_after_s()
+                placed.set_exception(
+                    Overloaded(f"No worker had room within {self._config.queue_timeout_s:g} s.", retry_s)
+                )
+        while (key := self._queue.take(now_s)) is not None:
+            waiting = self._waiting[key]
+            choice = self._placement.choose(waiting.facts, now_s)
+            if isinstance(choice, Busy):
+                self._queue.put_back(key)
+                return
+            self._queue.served(key, now_s)
+            waiting.placed.set_result(choice)
+
+    async def _start(self, choice: Choice, request: GenerateRequest) -> TokenStream:
+        """One try at one replica, up to its first tokens. Raises what the worker answers, WorkerLost, EngineDead."""
+        stream = self._transport.start(choice.replica_id, request)
+        try:
+            first = await self._first_tokens(choice, stream)
+        except BaseException:
+            self._end(choice, VETOED)
+            await stream.aclose()
+            raise
+        self._placement.started(choice.ticket, time.monotonic())
+        return PlacedStream(self, choice, stream, first)
+
+    async def _first_tokens(self, choice: Choice, stream: ReplicaStream) -> TokenEvent:
+        try:
+            item = await asyncio.wait_for(anext(stream), self._config.accept_timeout_s)
+        except TimeoutError:
+            raise WorkerLost(f"no answer within {self._config.accept_timeout_s:g} s") from None
+        except ReplicaGone as error:
+            self._forget(choice.replica_id)
+            self._banned_until_s[choice.replica_id] = time.monotonic() + BAN_S
+            raise WorkerLost("the worker is being taken away") from error
+        except StopAsyncIteration:
+            raise WorkerLost("the worker ended the call without an answer") from None
+        if isinstance(item, Refused):
+            if item.snapshot is not None:
+                self._placement.report(choice.replica_id, item.snapshot, time.monotonic())
+            raise item.error
+        if isinstance(item, Accepted):
+            self._placement.report(choice.replica_id, item.snapshot, time.monotonic())
+            item = await anext(stream)
+        assert isinstance(item, TokenEvent)
+        if not item.token_ids and item.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+            raise EngineDead(item.error or "the worker gave the request up")
+        return item
+
+    def _end(self, choice: Choice, outcome: Outcome) -> None:
+        self._placement.done(choice.ticket, time.monotonic(), outcome)
+        self._place_waiting()
+
+    def _forget(self, replica_id: str) -> None:
+        self._placement.remove(replica_id)
+        self._reports.pop(replica_id, None)
+
+    def ended(self, choice: Choice, last: TokenEvent) -> None:
+        """A placed stream is over: ``last`` is its last event so far."""
+        timeline = last.timeline
+        completed = last.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        cached = timeline.num_cached_tokens if timeline is not None else None
+        generated = last.num_generated if completed else None
+        # A stream that was read to any point did compute its prompt: only a refusal withdraws that.
+        self._end(choice, Outcome(completed=True, cached_tokens=cached, generated_tokens=generated))
+
+
+class PlacedStream:
+    """The events of a request at its worker. Closing it, at any time, aborts the request there."""
+
+    def __init__(
+        self, dispatcher: Dispatcher, choice: Choice, stream: ReplicaStream, first: TokenEvent
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._choice = choice
+        self._stream = stream
+        self._next: TokenEvent | None = first
+        self._last = first
+        self._closed = False
+
+    def __aiter__(self) -> PlacedStream:
+        return self
+
+    async def __anext__(self) -> TokenEvent:
+        if self._next is not None:
+            event, self._next = self._next, None
+            return event
+        if self._closed or self._last.finish_reason is not None:
+            await self.aclose()
+            raise StopAsyncIteration
+        try:
+            item = await anext(self._stream)
+        except BaseException:
+            await self.aclose()
+            raise
+        assert isinstance(item, TokenEvent)
+        self._last = item
+        return item
+
+    async def aclose(self) -> None:
+        """Ends the request and its booking; may be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self._dispatcher.ended(self._choice, self._last)
+        await self._stream.aclose()

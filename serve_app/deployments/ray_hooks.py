@@ -1,0 +1,125 @@
+"""Every call of Ray Serve that may change between versions: pinned calls, fresh call contexts, pushes, identity.
+
+Behind a Worker's handle sits :class:`PinnedRouter`: the Router has chosen a replica already, and this carries the
+choice out. Two traps that it is written around: a call whose future was failed must still get a rank, or the routing
+task wedges; and two calls inside one HTTP request share an id by which Serve tells routing tasks apart, so each call
+gets a context of its own.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from ray import serve
+from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
+from ray.serve import context as serve_context
+from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+
+from serve_app.deployments.protocol import ReplicaGone, StreamItem
+from serve_app.http.errors import WorkerLost
+from worker.api import GenerateRequest
+
+
+class PinnedRouter(RequestRouter):
+    """Sends a call to the replica that its first argument names."""
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        if pending_request is None:
+            return [candidate_replicas]
+        pending_request.routing_context.should_backoff = True
+        target = pending_request.args[0] if pending_request.args else ""
+        for replica in candidate_replicas:
+            if replica.replica_id.unique_id == target:
+                return [[replica]]
+        if not pending_request.future.done():
+            pending_request.future.set_exception(ReplicaGone(target))
+        return [candidate_replicas]
+
+
+class PinnedCalls:
+    """A :class:`serve_app.deployments.protocol.Transport` over a Worker handle."""
+
+    def __init__(self, worker: DeploymentHandle[Any]) -> None:
+        self._worker = worker.options(stream=True)
+
+    def start(self, replica_id: str, request: GenerateRequest) -> PinnedStream:
+        """Calls ``Worker.generate`` on that replica."""
+        return PinnedStream(in_fresh_context(lambda: self._worker.generate.remote(replica_id, request)))
+
+
+class PinnedStream:
+    """One call's items, with Ray's errors turned into the service's own."""
+
+    def __init__(self, response: Any) -> None:
+        self._response = response
+        self._over = False
+
+    def __aiter__(self) -> PinnedStream:
+        return self
+
+    async def __anext__(self) -> StreamItem:
+        try:
+            item: StreamItem = await anext(self._response)
+            return item
+        except StopAsyncIteration:
+            self._over = True
+            raise
+        except RayTaskError as error:
+            self._over = True
+            cause = error.cause if isinstance(error.cause, Exception) else error
+            raise WorkerLost(f"{type(cause).__name__}: {cause}") from error
+        except (RayActorError, TaskCancelledError) as error:
+            self._over = True
+            raise WorkerLost(type(error).__name__) from error
+
+    async def aclose(self) -> None:
+        """Cancels the call unless it is over."""
+        if not self._over:
+            self._over = True
+            self._response.cancel()
+
+
+def in_fresh_context(call: Callable[[], Any]) -> Any:
+    """Runs ``call`` under a request id of its own, the rest of Serve's request context kept."""
+
+    def run() -> Any:
+        # Without an internal id Serve makes a new one for the call.
+        current: contextvars.ContextVar[Any] = serve_context._serve_request_context
+        current.set(replace(serve_context._get_serve_request_context(), _internal_request_id=""))
+        return call()
+
+    return contextvars.copy_context().run(run)
+
+
+def own_replica_id() -> str:
+    """Serve's name of the replica that asks, as :class:`PinnedRouter` compares it."""
+    name: str = serve.get_replica_context().replica_id.unique_id
+    return name
+
+
+class Broadcast:
+    """Calls one method on all replicas of a deployment of the own application."""
+
+    def __init__(self, deployment: str, method: str, timeout_s: float = 1.0) -> None:
+        self._deployment = deployment
+        self._method = method
+        self._timeout_s = timeout_s
+        self._handle: DeploymentHandle[Any] | None = None
+
+    async def send(self, value: Any) -> None:
+        """Sends ``value``; receivers that fail or are late are no error, as the next push follows."""
+        if self._handle is None:
+            self._handle = serve.get_deployment_handle(self._deployment, serve.get_replica_context().app_name)
+        response = self._handle.broadcast(self._method, value)
+        try:
+            await response.results_async(timeout_s=self._timeout_s, return_exceptions=True)
+        except (DeploymentUnavailableError, TimeoutError):
+            # No replica runs yet, or any more.
+            return

@@ -1,0 +1,136 @@
+"""The Worker deployment: one engine, its streams to Routers, its reports and its health."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+
+from serve_app.deployments import ray_hooks
+from serve_app.deployments.protocol import Accepted, Refused, StreamItem, WorkerReport
+from serve_app.policies.coalescing import CoalescingConfig, interval_s
+from serve_app.telemetry.logging import configure_logging
+from serve_app.text.model_folder import resolve_model
+from worker.api import Engine, GenerateRequest, WorkerSnapshot
+from worker.config import WorkerConfig
+from worker.engines import ENGINES
+from worker.errors import EngineDead, InvalidRequest, Overloaded
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S = 0.5
+"""An idle worker reports so often; a report that is older than 1 s loses trust."""
+
+
+@dataclass(frozen=True)
+class WorkerArgs:
+    """What a Worker is told: the engine's settings and how it speaks to Routers."""
+
+    config: WorkerConfig
+    revision: str
+    snapshot_interval_s: float
+    coalescing: CoalescingConfig
+    log_level: str
+
+
+class Worker:
+    """One replica: one engine on one GPU."""
+
+    async def __init__(self, args: WorkerArgs) -> None:  # type: ignore[misc]
+        configure_logging(args.log_level)
+        self._args = args
+        self._num_streams = 0
+        # Loading takes minutes for large models; the event loop stays free for Serve meanwhile.
+        self._engine: Engine = await asyncio.to_thread(_load_engine, args)
+        self._reports = asyncio.create_task(self._report_for_ever())
+
+    async def generate(self, replica_id: str, request: GenerateRequest) -> AsyncIterator[StreamItem]:
+        """Starts a request: an :class:`Accepted` and its events, or one :class:`Refused`. Leaving early aborts it.
+
+        ``replica_id`` is for the request router alone.
+        """
+        try:
+            self._engine.submit(request)
+            events = self._engine.stream(request.request_id)
+        except (InvalidRequest, Overloaded, EngineDead) as error:
+            yield Refused(error, self._snapshot_if_alive())
+            return
+        self._num_streams += 1
+        try:
+            yield Accepted(self._engine.snapshot())
+            async for event in events:
+                yield event
+                if event.finish_reason is None:
+                    # What comes meanwhile is gathered in the engine's mailbox and leaves as one message.
+                    await asyncio.sleep(interval_s(self._num_streams, self._args.coalescing))
+        finally:
+            self._num_streams -= 1
+            self._engine.abort(request.request_id)
+            await events.aclose()  # type: ignore[attr-defined]
+
+    async def snapshot(self, replica_id: str) -> WorkerSnapshot:
+        """The engine's state now."""
+        return self._engine.snapshot()
+
+    def check_health(self) -> None:
+        """Called by Serve; raises EngineDead, upon which Serve replaces the replica."""
+        self._engine.check_health()
+
+    def record_routing_stats(self) -> dict[str, float]:
+        """Serve's own slow channel; shows in its metrics."""
+        snapshot = self._engine.snapshot()
+        return {
+            "num_running": snapshot.num_running,
+            "num_waiting": snapshot.num_waiting,
+            "available_bytes": snapshot.headroom.available_bytes,
+        }
+
+    async def _report_for_ever(self) -> None:
+        routers = ray_hooks.Broadcast("Router", "report")
+        replica_id = ray_hooks.own_replica_id()
+        last_key: tuple[object, ...] = ()
+        last_s = 0.0
+        while True:
+            await asyncio.sleep(self._args.snapshot_interval_s)
+            try:
+                snapshot = self._engine.snapshot()
+                key = _what_matters(snapshot)
+                if key == last_key and time.monotonic() - last_s < HEARTBEAT_S:
+                    continue
+                await routers.send(WorkerReport(replica_id, self._engine.model, snapshot))
+                last_key, last_s = key, time.monotonic()
+            except Exception:
+                logger.exception("a report could not be sent")
+                await asyncio.sleep(HEARTBEAT_S)
+
+    def _snapshot_if_alive(self) -> WorkerSnapshot | None:
+        try:
+            return self._engine.snapshot()
+        except EngineDead:
+            return None
+
+    async def __del__(self) -> None:
+        # Serve calls and awaits this at the end of a replica, after its requests are done or timed out.
+        self._reports.cancel()
+        await asyncio.to_thread(self._engine.close)
+
+
+def _load_engine(args: WorkerArgs) -> Engine:
+    folder = resolve_model(args.config.model, args.revision, weights=args.config.load == "checkpoint")
+    config = replace(args.config, model=str(folder))
+    engine: Engine = ENGINES.load(config.engine)(config)
+    logger.info("engine %s serves %s from %s", config.engine, engine.model.name, folder)
+    return engine
+
+
+def _what_matters(snapshot: WorkerSnapshot) -> tuple[object, ...]:
+    """What a Router decides by; a report is due when it changed."""
+    return (
+        snapshot.num_steps,
+        snapshot.num_submitted,
+        snapshot.num_running,
+        snapshot.num_waiting,
+        snapshot.draining,
+    )

@@ -1,0 +1,128 @@
+"""The HTTP surface: an application whose routes hand requests to a backend."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+from serve_app.http.backend import Backend, ServedModel
+from serve_app.http.chat import chat_body, chat_chunks, plan_chat
+from serve_app.http.choices import start_answers
+from serve_app.http.completions import completion_body, completion_chunks, plan_completion
+from serve_app.http.errors import ApiError, UnknownModel, WorkerLost, describe_error, describe_validation
+from serve_app.http.schemas import ChatRequest, CompletionRequest, Lenient
+from serve_app.http.streaming import start_stream
+from worker.errors import HeadroomError
+
+logger = logging.getLogger(__name__)
+
+
+def create_app(backend: Backend) -> FastAPI:
+    """The application. Serve makes its own trace spans, so FastAPI's are switched off where it has them."""
+    app = FastAPI(title="Headroom", version="1", **_telemetry_off())
+    _add_error_answers(app)
+    _add_generation(app, backend)
+    _add_facts(app, backend)
+    return app
+
+
+def find_model(backend: Backend, name: str | None) -> ServedModel:
+    """The model a request names; the first one when it names none. Raises UnknownModel."""
+    served = backend.models()
+    if name is None:
+        return served[0]
+    for model in served:
+        if model.name == name:
+            return model
+    raise UnknownModel(name, [model.name for model in served])
+
+
+def ignored_header(body: Lenient) -> dict[str, str]:
+    """Tells the client which of its fields had no effect."""
+    names = [name for name in body.unknown_fields() if name.isascii() and name.isprintable()]
+    return {"x-ignored-fields": ", ".join(names)[:1000]} if names else {}
+
+
+def _add_generation(app: FastAPI, backend: Backend) -> None:
+    @app.post("/v1/completions", response_model=None)
+    async def completions(body: CompletionRequest) -> Response:
+        model = find_model(backend, body.model)
+        plan = plan_completion(body, model)
+        answers = await start_answers(backend, model, plan)
+        if body.stream:
+            return await start_stream(completion_chunks(answers, body, plan, model), ignored_header(body))
+        content = await completion_body(answers, body, plan, model)
+        return JSONResponse(content, headers=ignored_header(body))
+
+    @app.post("/v1/chat/completions", response_model=None)
+    async def chat_completions(body: ChatRequest) -> Response:
+        model = find_model(backend, body.model)
+        plan = plan_chat(body, model)
+        answers = await start_answers(backend, model, plan)
+        if body.stream:
+            return await start_stream(chat_chunks(answers, body, plan, model), ignored_header(body))
+        return JSONResponse(await chat_body(answers, plan, model), headers=ignored_header(body))
+
+
+def _add_facts(app: FastAPI, backend: Backend) -> None:
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model_card(model) for model in backend.models()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        return _model_card(find_model(backend, name))
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/ready", response_model=None)
+    async def ready() -> JSONResponse:
+        if backend.is_ready():
+            return JSONResponse({"status": "ready"})
+        return JSONResponse({"status": "no worker has reported"}, status_code=503)
+
+    @app.get("/metrics", response_model=None)
+    async def metrics() -> Response:
+        page, content_type = backend.metrics_page()
+        return Response(page, media_type=content_type)
+
+
+def _model_card(model: ServedModel) -> dict[str, Any]:
+    return {"id": model.name, "object": "model", "created": model.created_s, "owned_by": "headroom"}
+
+
+def _add_error_answers(app: FastAPI) -> None:
+    async def known(request: Request, error: Exception) -> Response:
+        return describe_error(error).response()
+
+    for kind in (HeadroomError, UnknownModel, WorkerLost):
+        app.add_exception_handler(kind, known)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return describe_validation(error.errors()).response()
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        headers: Mapping[str, str] = error.headers or {}
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return ApiError(error.status_code, message, "invalid_request_error", headers=headers).response()
+
+    @app.exception_handler(Exception)
+    async def internal(request: Request, error: Exception) -> Response:
+        logger.exception("request failed: %s %s", request.method, request.url.path, exc_info=error)
+        return describe_error(error).response()
+
+
+def _telemetry_off() -> dict[str, Any]:
+    # The argument exists only in recent FastAPI versions.
+    names = FastAPI.__init__.__code__.co_varnames
+    return {"telemetry": {"tracing": False}} if "telemetry" in names else {}

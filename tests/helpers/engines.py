@@ -62,7 +62,19 @@ def _failing_transformers(num_tokens: int) -> Engine:
     return engine
 
 
+def _native_on_fake_runner(num_tokens: int = 0, **options: Any) -> Engine:
+    from tests.helpers.fake_runner import FailingRunner, FakeRunner, full_spec, state_spec, window_spec
+    from worker.engines.native import NativeEngine
+
+    specs = (full_spec(), window_spec(40), state_spec())
+    config = WorkerConfig(model="fake", arena_bytes=1 << 22, max_model_len=8192, **options)
+    if num_tokens:
+        return NativeEngine(config, lambda _: FailingRunner(specs, num_tokens))
+    return NativeEngine(config, lambda _: FakeRunner(specs), audit=True)
+
+
 ENGINES = (
     EngineKind("fake", _fake, _failing_fake),
     EngineKind("transformers", _transformers, _failing_transformers, max_running=1),
+    EngineKind("native on a fake runner", _native_on_fake_runner, _native_on_fake_runner),
 )

@@ -1,0 +1,288 @@
+"""Headroom's own engine: wires configuration, runner, ledger, scheduler and the loop's thread to event streams."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from memory.api import PageSpec
+from worker.api import FinishReason, GenerateRequest, ModelInfo, TokenEvent, WorkerSnapshot
+from worker.config import WorkerConfig
+from worker.engines.checks import check_token_ids
+from worker.engines.streams import EventReader, EventStreams
+from worker.errors import ConfigError, EngineDead, InvalidRequest, Overloaded
+from worker.loop import EngineLoop
+from worker.scheduling.admission import tokens_that_fit
+from worker.scheduling.grammars import Grammars
+from worker.scheduling.ledgers import make_ledger
+from worker.scheduling.scheduler import Limits, Scheduler
+from worker.scheduling.snapshots import take_snapshot
+from worker.scheduling.step import StepPlan, StepResult
+
+log = logging.getLogger(__name__)
+
+CPU_ARENA_BYTES = 1 << 30
+DRAIN_POLL_S = 0.01
+SNAPSHOT_AGE_S = 0.01
+"""While steps run, a snapshot is made at most so often; at once when a request came, ended or was sent back."""
+BLOCKED_SLEEP_S = 0.001
+"""A loop that has work but could not run any (memory is pinned by a transfer) turns so often."""
+
+
+class Runner(Protocol):
+    """What the engine needs of the device's side; ``worker.execution.runner.ModelRunner`` is the real one."""
+
+    @property
+    def model_info(self) -> ModelInfo: ...
+    @property
+    def page_specs(self) -> tuple[PageSpec, ...]: ...
+    def attach_memory(self, specs: Sequence[PageSpec], arena_bytes: int) -> None: ...
+    def launch(self, plan: StepPlan) -> Any: ...
+    def collect(self, handle: Any) -> StepResult: ...
+    def close(self) -> None: ...
+
+
+def _model_runner(config: WorkerConfig) -> Runner:
+    from worker.execution.runner import ModelRunner  # loads torch
+
+    runner: Runner = ModelRunner(config)
+    return runner
+
+
+class NativeEngine:
+    """The engine. The constructor loads the model and starts the loop.
+
+    Args:
+        config: the worker's settings.
+        make_runner: another device side, for tests.
+        grammars: matchers for requests with a grammar; None refuses such requests.
+        audit: prove the ledger sound after every step (tests); it is always proven when the engine turns idle.
+        record: told of each plan and its result.
+
+    Raises ConfigError or ModelLoadError when it cannot start.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        make_runner: Callable[[WorkerConfig], Runner] = _model_runner,
+        grammars: Grammars | None = None,
+        audit: bool = False,
+        record: Callable[[StepPlan, StepResult], None] | None = None,
+    ) -> None:
+        self._config = config
+        self._runner = make_runner(config)
+        info, specs = self._runner.model_info, self._runner.page_specs
+        arena_bytes = _arena_bytes(config, self._runner)
+        self._ledger = make_ledger(config, specs, arena_bytes)
+        fitting = tokens_that_fit(self._ledger, info.max_model_len)
+        if fitting < 2:
+            self._runner.close()
+            raise ConfigError([f"arena_bytes={arena_bytes} does not hold one request of two tokens"])
+        if fitting < info.max_model_len:
+            log.warning("arena_bytes=%d holds requests of at most %d tokens", arena_bytes, fitting)
+        self._runner.attach_memory(specs, arena_bytes)
+        self._model = replace(info, max_model_len=fitting)
+        limits = _limits(config, self._model)
+        self._scheduler = Scheduler(self._ledger, limits, grammars=grammars)
+        overlap = info.device != "cpu"
+        self._loop = EngineLoop(self._scheduler, self._ledger, self._runner, overlap, audit, record)
+        self._streams = EventStreams()
+        self._changed = threading.Condition()
+        self._submitted: deque[GenerateRequest] = deque()
+        self._aborted: deque[str] = deque()
+        self._draining = False
+        self._closed = False
+        self._error = ""
+        self._sequence = 0
+        self._advanced_s = time.monotonic()
+        self._snapshot = self._take_snapshot()
+        self._thread = threading.Thread(target=self._run, name="native-engine", daemon=True)
+        self._thread.start()
+
+    # ---- any thread
+
+    @property
+    def model(self) -> ModelInfo:
+        """The loaded model's facts; ``max_model_len`` is what the arena can hold, if that is less."""
+        return self._model
+
+    def submit(self, request: GenerateRequest) -> None:
+        """Queues a request; see :meth:`worker.api.Engine.submit`."""
+        check_token_ids(request, self._model.vocab_size)
+        self._scheduler.check(request)
+        with self._changed:
+            if self._error or self._closed:
+                raise EngineDead(self._error or "The engine is closed.")
+            if self._draining:
+                raise Overloaded("The worker is draining.")
+            num_waiting = len(self._scheduler.waiting) + len(self._submitted)
+            if num_waiting >= self._config.max_waiting:
+                raise Overloaded(f"{num_waiting} requests are waiting already (max_waiting).")
+            if request.request_id in self._streams:
+                raise InvalidRequest("request_id", f"Request id {request.request_id!r} is in use.")
+            self._streams.open(request.request_id)
+            if not self._scheduler.has_work and not self._submitted:
+                self._advanced_s = time.monotonic()
+            self._submitted.append(request)
+            self._changed.notify()
+
+    def stream(self, request_id: str) -> EventReader:
+        """The request's events; see :meth:`worker.api.Engine.stream`."""
+        return self._streams.stream(request_id, self.abort)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request after the step in flight; unknown ids are ignored."""
+        with self._changed:
+            self._aborted.append(request_id)
+            self._changed.notify()
+
+    def snapshot(self) -> WorkerSnapshot:
+        """The state after the last step, with the requests that came since."""
+        with self._changed:
+            self._sequence += 1
+            fresh = list(self._submitted)
+            known = self._snapshot
+            return replace(
+                known,
+                sequence=self._sequence,
+                time_s=time.time(),
+                num_submitted=known.num_submitted + len(fresh),
+                num_waiting=known.num_waiting + len(fresh),
+                waiting_tokens=known.waiting_tokens + sum(len(r.prompt_token_ids) for r in fresh),
+                draining=self._draining,
+            )
+
+    async def drain(self, timeout_s: float) -> int:
+        """Refuses new requests, waits for the others, and aborts what is left after ``timeout_s``."""
+        with self._changed:
+            self._draining = True
+        deadline = time.monotonic() + timeout_s
+        while self._num_live() and time.monotonic() < deadline:  # noqa: ASYNC110 (another thread ends requests)
+            await asyncio.sleep(DRAIN_POLL_S)
+        left = self._live_ids()
+        for request_id in left:
+            self.abort(request_id)
+        return len(left)
+
+    def _num_live(self) -> int:
+        with self._changed:
+            return self._scheduler.num_live + len(self._submitted)
+
+    def _live_ids(self) -> list[str]:
+        with self._changed:
+            return [*self._scheduler.live_ids(), *(request.request_id for request in self._submitted)]
+
+    def check_health(self) -> None:
+        """Raises EngineDead after a death, or when there is work and no step has ended for ``stall_timeout_s``."""
+        with self._changed:
+            if self._error:
+                raise EngineDead(self._error)
+            idle_s = time.monotonic() - self._advanced_s
+            working = self._scheduler.has_work or bool(self._submitted)
+        if working and idle_s > self._config.stall_timeout_s:
+            raise EngineDead(f"The step loop has not advanced for {idle_s:.1f} s.")
+
+    def close(self) -> None:
+        """Stops the thread and frees the model; open streams end with ABORT."""
+        with self._changed:
+            already, self._closed = self._closed, True
+            self._changed.notify()
+        self._thread.join()
+        if not already:
+            self._streams.finish_all(FinishReason.ABORT)
+            self._runner.close()
+
+    # ---- the loop's thread
+
+    def _run(self) -> None:
+        try:
+            while self._take_requests():
+                self._turn()
+        except Exception as error:
+            log.exception("the step loop failed")
+            self._die(f"{type(error).__name__}: {error}")
+
+    def _turn(self) -> None:
+        steps = self._loop.num_steps
+        events = self._loop.step()
+        if not self._loop.has_work:
+            self._loop.settle()
+        now = time.monotonic()
+        if self._loop.num_steps > steps:
+            self._advanced_s = now
+        elif self._loop.has_work:
+            time.sleep(BLOCKED_SLEEP_S)
+        counts = self._scheduler.statistics
+        seen = self._snapshot
+        moved = (
+            counts.num_finished != seen.num_finished
+            or counts.num_retractions != seen.num_retractions
+            or self._scheduler.rows.num_running != seen.num_running
+        )
+        if moved or time.time() - seen.time_s > SNAPSHOT_AGE_S:
+            self._publish()
+        # Behind the snapshot: whoever has read a request's end finds it in the counters.
+        self._streams.put_all(events)
+
+    def _take_requests(self) -> bool:
+        """Hands what came to the scheduler; waits where there is nothing to do. False: the engine is closed."""
+        with self._changed:
+            while not (self._closed or self._submitted or self._aborted or self._loop.has_work):
+                self._changed.wait()
+            if self._closed:
+                return False
+            changed = bool(self._submitted or self._aborted)
+            while self._submitted:
+                self._scheduler.submit(self._submitted.popleft())
+            events: list[TokenEvent] = []
+            while self._aborted:
+                events.extend(self._scheduler.abort(self._aborted.popleft()))
+        if changed:
+            self._publish()
+        self._streams.put_all(events)
+        return True
+
+    def _publish(self) -> None:
+        snapshot = self._take_snapshot()
+        with self._changed:
+            self._snapshot = snapshot
+
+    def _take_snapshot(self) -> WorkerSnapshot:
+        return take_snapshot(
+            self._scheduler, self._ledger, 0, self._loop.num_steps, time.time(), self._draining
+        )
+
+    def _die(self, error: str) -> None:
+        with self._changed:
+            self._error = error
+            self._submitted.clear()
+            self._scheduler.forget_all()
+            self._snapshot = replace(self._snapshot, num_running=0, num_waiting=0, waiting_tokens=0)
+        self._streams.finish_all(FinishReason.ERROR, error)
+
+
+def _arena_bytes(config: WorkerConfig, runner: Runner) -> int:
+    if config.arena_bytes:
+        return config.arena_bytes
+    if runner.model_info.device == "cpu":
+        return CPU_ARENA_BYTES
+    raise ConfigError(["arena_bytes=0 needs a runner that knows how much of the device is left"])
+
+
+def _limits(config: WorkerConfig, info: ModelInfo) -> Limits:
+    return Limits(
+        max_running=config.max_running,
+        max_step_tokens=config.max_step_tokens,
+        max_model_len=info.max_model_len,
+        end_token_ids=info.eos_token_ids,
+        deterministic=config.deterministic,
+        prefix_cache=config.prefix_cache,
+        seed=config.seed,
+    )

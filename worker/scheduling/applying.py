@@ -1,0 +1,185 @@
+"""Takes a step's result in: counts, stop checks, events, and the ends of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from worker.api import FinishReason, TokenEvent, TokenLogprobs
+from worker.scheduling.grammars import Grammars
+from worker.scheduling.request import Request
+from worker.scheduling.rows import RowTable
+from worker.scheduling.running import RunningSet
+from worker.scheduling.statistics import Statistics
+from worker.scheduling.step import BoolArray, IntArray, StepPlan, StepResult
+from worker.scheduling.stops import check_stops
+
+Ended = Callable[[Request, FinishReason, int], None]
+
+
+class Applier:
+    """Results in, events out. ``ended`` is told of each request that is over, with its number of output tokens."""
+
+    def __init__(
+        self,
+        running: RunningSet,
+        statistics: Statistics,
+        grammars: Grammars | None,
+        clock: Callable[[], float],
+        ended: Ended,
+    ) -> None:
+        self._running = running
+        self._rows: RowTable = running.rows
+        self._statistics = statistics
+        self._grammars = grammars
+        self._clock = clock
+        self._ended = ended
+        self._aborted: set[int] = set()
+        """slots of rows that leave because they were aborted"""
+
+    def apply(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
+        """The step's tokens, for rows whose request still runs; the others' are dropped."""
+        if result.step != plan.step:
+            raise RuntimeError(f"the result of step {result.step} came for the plan of step {plan.step}")
+        rows = self._rows
+        now = self._clock()
+        self._statistics.step_times.add(now, result.seconds)
+        alive = rows.requests[plan.slots] == plan.requests
+        rows.steps_in_flight[plan.slots[alive]] -= 1
+        taken = np.flatnonzero(alive & plan.samples)
+        events = self._take_tokens(plan.slots[taken], taken, result, now)
+        for slot in plan.slots[alive & rows.leaving[plan.slots]].tolist():
+            events.extend(self._leave(slot, now))
+        return events
+
+    def _take_tokens(self, slots: IntArray, at: IntArray, result: StepResult, now: float) -> list[TokenEvent]:
+        """``at``: the rows in the result that the slots stand for."""
+        rows = self._rows
+        num_new = result.num_new[at].astype(np.int64)
+        if len(at) and num_new.min() < 1:
+            raise RuntimeError(f"step {result.step}: a row that samples brought no token")
+        before = rows.num_generated(slots)
+        rows.samples_in_flight[slots] -= 1
+        # One token was counted when the step was planned; more than one means that drafts were accepted.
+        rows.num_known[slots] += num_new - 1
+        rows.num_computed[slots] += num_new - 1
+        tokens = result.token_ids[at]
+        taken, stopped, full = self._append(slots, tokens, num_new, rows.num_prompt[slots] + before)
+        latest = np.where(rows.samples_in_flight[slots] > 0, -1, tokens[np.arange(len(at)), taken - 1])
+        rows.last_token[slots] = latest
+        self._statistics.generated_tokens += int(taken.sum())
+        if self._grammars is not None:
+            self._advance_grammars(slots, tokens, taken)
+        return self._events(slots, at, tokens, taken, before + taken, stopped, full, result, now)
+
+    def _append(
+        self, slots: IntArray, tokens: IntArray, num_new: IntArray, totals: IntArray
+    ) -> tuple[IntArray, BoolArray, BoolArray]:
+        """Appends each row's tokens up to its first stop: tokens taken, stopped by token, stopped by length."""
+        stopped = np.zeros(len(slots), dtype=np.bool_)
+        full = np.zeros(len(slots), dtype=np.bool_)
+        taken = np.zeros(len(slots), dtype=np.int64)
+        for column in range(int(num_new.max(initial=0))):
+            on = np.flatnonzero((num_new > column) & ~stopped & ~full)
+            fresh = tokens[on, column]
+            self._rows.append(slots[on], fresh)
+            taken[on] += 1
+            stops = check_stops(self._rows, slots[on], fresh, totals[on] + taken[on])
+            stopped[on], full[on] = stops.by_token, stops.by_length
+        return taken, stopped, full
+
+    def _advance_grammars(self, slots: IntArray, tokens: IntArray, taken: IntArray) -> None:
+        assert self._grammars is not None
+        for row in np.flatnonzero(self._rows.has_grammar[slots]).tolist():
+            self._grammars.advance(int(self._rows.requests[slots[row]]), tokens[row, : taken[row]].tolist())
+
+    def _events(
+        self,
+        slots: IntArray,
+        at: IntArray,
+        tokens: IntArray,
+        taken: IntArray,
+        generated: IntArray,
+        stopped: BoolArray,
+        full: BoolArray,
+        result: StepResult,
+        now: float,
+    ) -> list[TokenEvent]:
+        occupant = self._rows.occupant
+        logprobs = result.logprobs
+        none: tuple[TokenLogprobs, ...] = ()
+        ends = (stopped | full).tolist()
+        by_token = stopped.tolist()
+        events = []
+        for row, (slot, source, count, total) in enumerate(
+            zip(slots.tolist(), at.tolist(), taken.tolist(), generated.tolist(), strict=True)
+        ):
+            request = occupant(slot)
+            if total == count:
+                request.first_token_s = now
+            fresh = tuple(tokens[row, :count].tolist())
+            probs = logprobs[source][:count] if logprobs else none
+            if not ends[row]:
+                events.append(TokenEvent(request.asked.request_id, fresh, total, probs))
+                continue
+            reason = FinishReason.STOP if by_token[row] else FinishReason.LENGTH
+            stop_id = fresh[-1] if by_token[row] else None
+            self._finish(slot, reason, total)
+            events.append(
+                TokenEvent(
+                    request.asked.request_id,
+                    fresh,
+                    total,
+                    probs,
+                    reason,
+                    stop_id,
+                    "",
+                    request.timeline(total, now),
+                )
+            )
+        return events
+
+    def _finish(self, slot: int, reason: FinishReason, num_generated: int) -> None:
+        self._aborted.discard(slot)
+        request = self._running.release(slot)
+        self._statistics.num_finished += 1
+        self._ended(request, reason, num_generated)
+
+    def _leave(self, slot: int, now: float) -> list[TokenEvent]:
+        """What was to take effect after the step in flight: an abort, else a retraction."""
+        if self._rows.steps_in_flight[slot]:
+            return []
+        if slot in self._aborted:
+            self._aborted.discard(slot)
+            return [self._abort_now(slot, now)]
+        self._rows.leaving[slot] = False
+        self._running.send_back(slot)
+        return []
+
+    def abort(self, slot: int) -> list[TokenEvent]:
+        """Ends a running request: now, or when the step in flight is applied."""
+        if not self._rows.steps_in_flight[slot]:
+            return [self._abort_now(slot, self._clock())]
+        self._rows.leaving[slot] = True
+        self._aborted.add(slot)
+        return []
+
+    def _abort_now(self, slot: int, now: float) -> TokenEvent:
+        return self._aborted_event(self._running.release(slot), now)
+
+    def abort_waiting(self, request: Request) -> TokenEvent:
+        """Ends a request that has no slot."""
+        return self._aborted_event(request, self._clock())
+
+    def _aborted_event(self, request: Request, now: float) -> TokenEvent:
+        num_generated = len(request.generated)
+        self._statistics.num_aborted += 1
+        self._ended(request, FinishReason.ABORT, num_generated)
+        timeline = request.timeline(num_generated, now)
+        return TokenEvent(
+            request.asked.request_id,
+            num_generated=num_generated,
+            finish_reason=FinishReason.ABORT,
+            timeline=timeline,
+        )

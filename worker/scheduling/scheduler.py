@@ -1,0 +1,392 @@
+"""Decides each step: who computes how many tokens, who is admitted, who is sent back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from memory.api import CHECKPOINT_TOKENS, NO_MATCH, Ledger, PageKind, Shortage, StepCommands
+from worker.api import FinishReason, GenerateRequest, TokenEvent
+from worker.errors import InvalidRequest
+from worker.scheduling.admission import AdmissionControl, OutputForecast, check_can_finish
+from worker.scheduling.applying import Applier
+from worker.scheduling.budget import ChunkRule, StepBudget, choose_decode_rows, last_checkpoint
+from worker.scheduling.grammars import Grammars
+from worker.scheduling.request import Request, Status
+from worker.scheduling.rows import IN_FLIGHT, RowTable
+from worker.scheduling.running import RunningSet
+from worker.scheduling.statistics import Statistics
+from worker.scheduling.step import IntArray, StartedRow, StepPlan, StepResult
+from worker.scheduling.waiting import WaitingQueue
+
+RECHECK_STEPS = 16
+"""A head of the queue that did not fit is looked at again when memory was given back, or after so many steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one step and one request may come to.
+
+    Attributes:
+        max_running: rows in one step.
+        max_step_tokens: tokens in one step.
+        max_model_len: tokens of a request, prompt and output together.
+        end_token_ids: the model's own end tokens.
+        deterministic: chunks end only at multiples of CHECKPOINT_TOKENS, and the output of a request that was sent
+            back is computed again token by token.
+        prefix_cache: whether prefixes are looked up and kept.
+        checkpoint_tokens: with STATE or WINDOW, how far apart checkpoints are offered, besides the prompt's end.
+        seed: of requests that name none.
+    """
+
+    max_running: int
+    max_step_tokens: int
+    max_model_len: int
+    end_token_ids: tuple[int, ...] = ()
+    deterministic: bool = False
+    prefix_cache: bool = True
+    checkpoint_tokens: int = 1024
+    seed: int = 0
+
+
+class Scheduler:
+    """Continuous batching over one counter per request: tokens computed against tokens known.
+
+    Prefill in chunks, decode, prefix hits and resumption are the same thing: known minus computed. All methods but
+    ``check`` belong to the loop's thread. ``schedule`` may run ahead of ``apply`` by one step.
+
+    Args:
+        ledger: the book of pages; the caller opens, commits and ends its steps.
+        limits: sizes.
+        forecast: how much output is expected at admission.
+        grammars: matchers, None where no grammar can be enforced.
+        clock: Unix seconds.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        limits: Limits,
+        forecast: OutputForecast | None = None,
+        grammars: Grammars | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.limits = limits
+        self.statistics = Statistics()
+        self.rows = RowTable(limits.max_running, limits.end_token_ids)
+        self.waiting = WaitingQueue()
+        self.running = RunningSet(ledger, self.rows, limits.prefix_cache, self._sent_back)
+        self._ledger = ledger
+        self._grammars = grammars
+        self._clock = clock
+        self._arena_bytes = ledger.headroom().arena_bytes
+        self._admission = AdmissionControl(ledger.specs, forecast or OutputForecast())
+        self._requests: dict[str, Request] = {}
+        self._num_requests = 0
+        self._blocked = (-1, -1, -1)
+        kinds = {spec.kind for spec in ledger.specs.values()}
+        self._bundled = limits.prefix_cache and bool(kinds & {PageKind.STATE, PageKind.WINDOW})
+        self._whole_asks = PageKind.WINDOW not in kinds
+        page_tokens = [spec.page_tokens for spec in ledger.specs.values() if spec.kind is PageKind.FULL]
+        self._align = int(np.lcm.reduce([CHECKPOINT_TOKENS, *page_tokens]))
+        strict = limits.deterministic
+        self._rule = ChunkRule(CHECKPOINT_TOKENS if strict else self._align if self._bundled else 1, strict)
+        self._applier = Applier(self.running, self.statistics, grammars, clock, self._ended)
+
+    # ---- requests come and go
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anybody waits or runs."""
+        return bool(self._requests)
+
+    @property
+    def num_live(self) -> int:
+        """Requests that wait or run."""
+        return len(self._requests)
+
+    def live_ids(self) -> list[str]:
+        """Their ids, in order of arrival."""
+        return list(self._requests)
+
+    def forget_all(self) -> None:
+        """The loop died: nobody waits or runs any more, and the ledger is not to be used again."""
+        self._requests.clear()
+
+    def check(self, asked: GenerateRequest) -> None:
+        """Raises InvalidRequest or PromptTooLong for a request that this worker can never finish. May be called from
+        any thread."""
+        if asked.grammar is not None:
+            if self._grammars is None:
+                raise InvalidRequest(
+                    "response_format", "This engine cannot enforce a grammar; use plain text output."
+                )
+            self._grammars.check(asked.grammar)
+        check_can_finish(asked, self._ledger, self.limits.max_model_len, self._arena_bytes)
+
+    def submit(self, asked: GenerateRequest) -> None:
+        """Queues a checked request."""
+        if asked.request_id in self._requests:
+            raise InvalidRequest("request_id", f"Request id {asked.request_id!r} is in use.")
+        number = self._num_requests
+        self._num_requests += 1
+        seed = asked.sampling.seed
+        # Requests without a seed differ from each other; the multiplier spreads neighbours over 63 bits.
+        own = (self.limits.seed + (number + 1) * 0x9E3779B97F4A7C15) & (2**63 - 1) if seed is None else seed
+        request = Request(number, asked, own, self._clock())
+        if asked.grammar is not None and self._grammars is not None:
+            self._grammars.open(number, asked.grammar)
+        self._requests[asked.request_id] = request
+        self.waiting.append(request)
+        self.statistics.num_submitted += 1
+
+    def abort(self, request_id: str) -> list[TokenEvent]:
+        """Ends a request, after the step in flight if it takes part in one; its last event comes now or then."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return []
+        if request.status is Status.WAITING:
+            self.waiting.remove(request)
+            return [self._applier.abort_waiting(request)]
+        slot = self.rows.slot_of(request.number)
+        if slot is None:
+            raise RuntimeError(f"request {request.number} runs without a slot")
+        return self._applier.abort(slot)
+
+    def abort_all(self) -> list[TokenEvent]:
+        """Ends everybody."""
+        return [event for request_id in list(self._requests) for event in self.abort(request_id)]
+
+    def _ended(self, request: Request, reason: FinishReason, num_generated: int) -> None:
+        request.status = Status.ENDED
+        del self._requests[request.asked.request_id]
+        if self._grammars is not None and request.asked.grammar is not None:
+            self._grammars.close(request.number)
+        if reason is not FinishReason.ABORT:
+            self._admission.forecast.ended(num_generated, request.max_total - request.num_prompt)
+
+    def _sent_back(self, request: Request) -> None:
+        now = self._clock()
+        request.waiting_since_s = now
+        self.statistics.num_retractions += 1
+        self.statistics.retractions.add(now)
+        self._admission.forecast.retracted()
+        self.waiting.put_back(request)
+
+    # ---- a step
+
+    def schedule(self, step: int) -> StepPlan:
+        """The plan of step ``step``, its memory commands left empty: they are known when the ledger commits."""
+        self.running.begin()
+        if self.limits.prefix_cache:
+            self._offer_checkpoints()
+        slots = self.rows.runnable()
+        need = self.rows.num_known[slots] - self.rows.num_computed[slots]
+        one = need == 1
+        if self.limits.deterministic:
+            one |= self.rows.num_computed[slots] >= self.rows.num_prompt[slots]
+        prefill = slots[~one]
+        most = self.limits.max_step_tokens
+        kept = self._rule.kept_tokens(most) if len(prefill) or len(self.waiting) else 0
+        decode = self._with_room(choose_decode_rows(slots[one], self.rows.last_step, most, kept))
+        budget = StepBudget(most - len(decode), self.limits.max_running - len(decode))
+        chunks = self._choose_chunks(prefill, budget)
+        started = self._admit(step, budget)
+        # A row chosen early may have been sent back for a later one.
+        decode = decode[(self.rows.requests[decode] >= 0) & ~self.rows.leaving[decode]]
+        chunks = [(slot, length) for slot, length in chunks if self._stays(slot)] + started
+        return self._plan(step, decode, chunks, [slot for slot, _ in started])
+
+    def _stays(self, slot: int) -> bool:
+        return bool(self.rows.requests[slot] >= 0 and not self.rows.leaving[slot])
+
+    def apply(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
+        """Takes a step's tokens in; answers an event for each row that got some or ended."""
+        return self._applier.apply(plan, result)
+
+    def _offer_checkpoints(self) -> None:
+        rows = self.rows
+        due = (rows.requests >= 0) & ~rows.leaving & (rows.next_checkpoint > 0)
+        for slot in np.flatnonzero(due & (rows.num_computed >= rows.next_checkpoint)).tolist():
+            position = int(rows.next_checkpoint[slot])
+            if not self._bundled or rows.num_computed[slot] == position:
+                self.running.offer_checkpoint(slot, position)
+            rows.next_checkpoint[slot] = self._next_checkpoint(slot)
+
+    def _next_checkpoint(self, slot: int) -> int:
+        """The next token count at which the row is offered to the prefix cache, 0 for never."""
+        computed = int(self.rows.num_computed[slot])
+        end = last_checkpoint(len(self.rows.occupant(slot).prefill), self._align)
+        if not self._bundled:
+            return end if computed < end else 0
+        spacing = -(-self.limits.checkpoint_tokens // self._align) * self._align
+        spaced = (computed // spacing + 1) * spacing
+        return min(end, spaced) if computed < end else spaced
+
+    def _with_room(self, slots: IntArray) -> IntArray:
+        """Those of the decode rows that have room for one more token, asked for in order of arrival."""
+        rows = self.rows
+        short = slots[rows.capacity[slots] <= rows.num_computed[slots]]
+        stuck = []
+        for slot in short[np.argsort(rows.requests[short])].tolist():
+            if self._stays(slot) and not self.running.ensure_room(slot, int(rows.num_computed[slot]) + 1):
+                stuck.append(slot)
+        return slots[(rows.requests[slots] >= 0) & ~rows.leaving[slots] & ~np.isin(slots, stuck)]
+
+    def _choose_chunks(self, slots: IntArray, budget: StepBudget) -> list[tuple[int, int]]:
+        """(slot, tokens) of the prefills that go on, first come first served."""
+        rows = self.rows
+        chosen = []
+        for slot in slots[np.argsort(rows.requests[slots])].tolist():
+            if budget.tokens < 1:
+                break
+            if not self._stays(slot):
+                continue
+            computed, known = int(rows.num_computed[slot]), int(rows.num_known[slot])
+            length = self._chunk(computed, known, int(rows.num_prompt[slot]), slot, budget)
+            end = computed + length
+            if length and (end <= rows.capacity[slot] or self.running.ensure_room(slot, end)):
+                chosen.append((slot, length))
+                budget.take(length)
+        return chosen
+
+    def _chunk(self, computed: int, known: int, num_prompt: int, slot: int | None, budget: StepBudget) -> int:
+        cut = 0
+        if self.limits.deterministic:
+            # The output is computed again one by one; the prompt's last chunk always begins at the same place.
+            known = min(known, num_prompt)
+            cut = last_checkpoint(num_prompt)
+        if self._bundled:
+            at = last_checkpoint(known, self._align) if slot is None else int(self.rows.next_checkpoint[slot])
+            cut = at if not cut or computed < at < cut or cut <= computed else cut
+        return self._rule.length(computed, known, budget.tokens, cut)
+
+    def _admit(self, step: int, budget: StepBudget) -> list[tuple[int, int]]:
+        """(slot, tokens) of the first chunks of newly admitted requests."""
+        started: list[tuple[int, int]] = []
+        while budget.tokens > 0 and budget.rows > 0 and self.rows.num_free and not self.running.disturbed:
+            request = self.waiting.peek()
+            if request is None or self._still_blocked(request, step):
+                break
+            admitted = self._admit_one(request, step, budget)
+            if admitted is None:
+                break
+            budget.take(admitted[1])
+            started.append(admitted)
+        return started
+
+    def _still_blocked(self, request: Request, step: int) -> bool:
+        number, releases, since = self._blocked
+        return (
+            number == request.number
+            and releases == self.running.num_releases
+            and step < since + RECHECK_STEPS
+        )
+
+    def _admit_one(self, request: Request, step: int, budget: StepBudget) -> tuple[int, int] | None:
+        known = request.known_token_ids()
+        match = self._ledger.match(known, request.asked.cache_salt) if self.limits.prefix_cache else NO_MATCH
+        length = self._chunk(match.num_tokens, len(known), request.num_prompt, None, budget)
+        if self.limits.deterministic and match.num_tokens >= request.num_prompt:
+            length = 1
+        if not length:
+            return None
+        now_blocked = (request.number, self.running.num_releases, step)
+        if not self._admission.expects_room(request, self.rows, self._ledger.headroom(), match.num_tokens):
+            self._blocked = now_blocked
+            return None
+        # Window pages are let go as a prompt is computed, so a windowed model asks chunk by chunk.
+        slot = self.running.admit(
+            request, match, len(known) if self._whole_asks else match.num_tokens + length
+        )
+        if isinstance(slot, Shortage):
+            if not slot.pending_bytes:
+                self._blocked = now_blocked
+            return None
+        self.waiting.pop()
+        request.prefill = np.asarray(known, dtype=np.int64)
+        self.rows.last_token[slot] = request.prefill[-1]
+        if self.limits.prefix_cache:
+            self.rows.next_checkpoint[slot] = self._next_checkpoint(slot)
+        self._count_admission(request, match.num_tokens)
+        return slot, length
+
+    def _count_admission(self, request: Request, num_cached: int) -> None:
+        now = self._clock()
+        self.statistics.queue_waits.add(now, now - request.waiting_since_s)
+        if not request.scheduled_s:
+            request.scheduled_s = now
+            request.num_cached_tokens = num_cached
+            self.statistics.prompt_tokens += request.num_prompt
+            self.statistics.cached_tokens += num_cached
+
+    def _plan(
+        self, step: int, decode: IntArray, chunks: list[tuple[int, int]], started: list[int]
+    ) -> StepPlan:
+        """Puts the chosen rows in order and counts them as computed."""
+        rows = self.rows
+        chunks.sort(key=lambda chunk: chunk[1] > 1)
+        slots = np.concatenate([decode, np.array([slot for slot, _ in chunks], dtype=np.int64)])
+        query_len = np.ones(len(slots), dtype=np.int64)
+        query_len[len(decode) :] = [length for _, length in chunks]
+        num_computed = rows.num_computed[slots]
+        known = rows.num_known[slots]
+        samples = num_computed + query_len == known
+        plan = StepPlan(
+            step=step,
+            requests=rows.requests[slots],
+            slots=slots,
+            query_len=query_len,
+            num_computed=num_computed,
+            token_ids=self._token_ids(slots, query_len, known - num_computed),
+            samples=samples,
+            num_decode_rows=int((query_len == 1).sum()),
+            groups=self.running.tables.gather(slots),
+            commands=StepCommands(step),
+            started=tuple(self._started_row(slot) for slot in started),
+            token_masks=self._masks(slots, samples),
+        )
+        rows.num_computed[slots] += query_len
+        rows.steps_in_flight[slots] += 1
+        rows.last_step[slots] = step
+        sampling = slots[samples]
+        rows.num_known[sampling] += 1
+        rows.samples_in_flight[sampling] += 1
+        rows.last_token[sampling] = IN_FLIGHT
+        return plan
+
+    def _token_ids(self, slots: IntArray, query_len: IntArray, need: IntArray) -> IntArray:
+        """[sum of query_len] the rows' tokens: the last one where only that is missing, else from the prefill."""
+        simple = need == 1
+        if simple.all():
+            found: IntArray = self.rows.last_token[slots]
+            return found
+        starts = np.cumsum(query_len) - query_len
+        tokens = np.empty(int(query_len.sum()), dtype=np.int64)
+        tokens[starts[simple]] = self.rows.last_token[slots[simple]]
+        for row in np.flatnonzero(~simple).tolist():
+            slot, start, length = int(slots[row]), int(starts[row]), int(query_len[row])
+            computed = int(self.rows.num_computed[slot])
+            tokens[start : start + length] = self.rows.occupant(slot).prefill[computed : computed + length]
+        return tokens
+
+    def _started_row(self, slot: int) -> StartedRow:
+        request = self.rows.occupant(slot)
+        return StartedRow(
+            slot,
+            request.number,
+            request.asked.sampling,
+            request.seed,
+            request.known_token_ids(),
+            request.num_prompt,
+        )
+
+    def _masks(self, slots: IntArray, samples: np.ndarray) -> dict[int, np.ndarray]:
+        if self._grammars is None:
+            return {}
+        bound = np.flatnonzero(samples & self.rows.has_grammar[slots])
+        masks = {int(row): self._grammars.mask(int(self.rows.requests[slots[row]])) for row in bound}
+        return {row: mask for row, mask in masks.items() if mask is not None}

@@ -1,0 +1,41 @@
+"""States what a worker is doing as a value for the router."""
+
+from __future__ import annotations
+
+from memory.api import Ledger
+from worker.api import WorkerSnapshot
+from worker.scheduling.scheduler import Scheduler
+
+
+def take_snapshot(
+    scheduler: Scheduler, ledger: Ledger, sequence: int, num_steps: int, now_s: float, draining: bool
+) -> WorkerSnapshot:
+    """The scheduler and its ledger now. Belongs to the loop's thread.
+
+    ``queue_wait_s`` is the mean wait of those admitted lately, or the age of the head of the queue if that is more:
+    a queue that stands still shows.
+    """
+    counts = scheduler.statistics
+    head = scheduler.waiting.peek()
+    oldest_s = now_s - head.waiting_since_s if head is not None else 0.0
+    return WorkerSnapshot(
+        sequence=sequence,
+        time_s=now_s,
+        num_steps=num_steps,
+        num_submitted=counts.num_submitted,
+        num_running=scheduler.rows.num_running,
+        num_waiting=len(scheduler.waiting),
+        waiting_tokens=scheduler.waiting.num_tokens,
+        max_running=scheduler.limits.max_running,
+        headroom=ledger.headroom(),
+        num_finished=counts.num_finished,
+        num_aborted=counts.num_aborted,
+        num_retractions=counts.num_retractions,
+        retraction_rate=counts.retractions.per_second(now_s),
+        prompt_tokens=counts.prompt_tokens,
+        cached_tokens=counts.cached_tokens,
+        generated_tokens=counts.generated_tokens,
+        queue_wait_s=max(oldest_s, counts.queue_waits.mean(now_s)),
+        step_s=counts.step_times.mean(now_s),
+        draining=draining,
+    )

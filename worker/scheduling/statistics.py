@@ -1,0 +1,59 @@
+"""What a worker counts about itself, and its rates over the last seconds."""
+
+from __future__ import annotations
+
+from collections import deque
+
+RATE_WINDOW_S = 10.0
+
+
+class RecentRate:
+    """Occurrences per second over the last seconds."""
+
+    def __init__(self, window_s: float = RATE_WINDOW_S) -> None:
+        self._window_s = window_s
+        self._times: deque[float] = deque()
+
+    def add(self, now_s: float) -> None:
+        """It happened."""
+        self._times.append(now_s)
+
+    def per_second(self, now_s: float) -> float:
+        """The rate now."""
+        while self._times and self._times[0] <= now_s - self._window_s:
+            self._times.popleft()
+        return len(self._times) / self._window_s
+
+
+class RecentMean:
+    """Mean of the values of the last seconds, 0 if there were none."""
+
+    def __init__(self, window_s: float = RATE_WINDOW_S, most: int = 256) -> None:
+        self._window_s = window_s
+        self._values: deque[tuple[float, float]] = deque(maxlen=most)
+
+    def add(self, now_s: float, value: float) -> None:
+        """One more value."""
+        self._values.append((now_s, value))
+
+    def mean(self, now_s: float) -> float:
+        """The mean now."""
+        while self._values and self._values[0][0] <= now_s - self._window_s:
+            self._values.popleft()
+        return sum(value for _, value in self._values) / len(self._values) if self._values else 0.0
+
+
+class Statistics:
+    """Counters for a worker's life, and its recent rates."""
+
+    def __init__(self) -> None:
+        self.num_submitted = 0
+        self.num_finished = 0
+        self.num_aborted = 0
+        self.num_retractions = 0
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.generated_tokens = 0
+        self.retractions = RecentRate()
+        self.queue_waits = RecentMean()
+        self.step_times = RecentMean()

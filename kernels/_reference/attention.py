@@ -1,0 +1,171 @@
+"""Paged attention in plain torch: decode rows by ragged pages, prefill rows one by one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+QUERY_TILE = 256
+"""Queries of one prefill row that are computed together where a mask or sinks forbid the fused causal path."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePages:
+    """The pages that decode rows read, one behind the other: ``page`` [n] physical id, ``row`` [n] its row,
+    ``column`` [n] its place among the row's pages, ``hidden`` [n, 1, 1, page_tokens] entries no query may see,
+    ``edge`` the pages that have such entries. ``num_columns`` is the most pages of a row, ``even`` whether all rows
+    have so many."""
+
+    page: torch.Tensor
+    row: torch.Tensor
+    column: torch.Tensor
+    hidden: torch.Tensor
+    edge: torch.Tensor
+    num_rows: int
+    num_columns: int
+    even: bool
+
+
+def paged_decode(
+    query: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    pages: DecodePages,
+    scale: float,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """One query per row against its own pages; see the face."""
+    num_rows, num_heads, dim = query.shape
+    page_tokens, kv_heads = key_pages.shape[1], key_pages.shape[2]
+    group = num_heads // kv_heads
+    # [n, kv_heads, page_tokens, dim] copies: only what is read, and free to be cleaned.
+    key = key_pages.permute(0, 2, 1, 3).index_select(0, pages.page).to(query.dtype)
+    value = value_pages.permute(0, 2, 1, 3).index_select(0, pages.page).to(query.dtype)
+    _hide_stale_rows(value, pages)
+    grouped = (query * scale).view(num_rows, kv_heads, group, dim).index_select(0, pages.row)
+    scores = torch.matmul(grouped, key.transpose(-1, -2)).float().masked_fill_(pages.hidden, -torch.inf)
+    weights = _softmax_over_pages(scores, pages, sinks).to(query.dtype)
+    partial = torch.matmul(weights, value)
+    if pages.even:
+        total = partial.view(num_rows, pages.num_columns, num_heads, dim).sum(1)
+    else:
+        total = partial.new_zeros(num_rows, num_heads, dim)
+        total.index_add_(0, pages.row, partial.view(-1, num_heads, dim))
+    out.copy_(total)
+
+
+def _hide_stale_rows(value: torch.Tensor, pages: DecodePages) -> None:
+    # Weight zero times a stale NaN is NaN, so entries nobody may see must be zero and not only masked.
+    hidden = pages.hidden.index_select(0, pages.edge).transpose(-1, -2)
+    value.index_copy_(0, pages.edge, value.index_select(0, pages.edge).masked_fill_(hidden, 0.0))
+
+
+def _softmax_over_pages(scores: torch.Tensor, pages: DecodePages, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Softmax of [n, kv_heads, group, page_tokens] over all pages of a row."""
+    _, kv_heads, group, page_tokens = scores.shape
+    shape = (pages.num_rows, pages.num_columns, kv_heads, group, page_tokens)
+    if pages.even:
+        padded = scores.view(shape)
+    else:
+        padded = scores.new_full(shape, -torch.inf)
+        padded[pages.row, pages.column] = scores
+    flat = padded.permute(0, 2, 3, 1, 4).reshape(pages.num_rows, kv_heads, group, -1)
+    if sinks is not None:
+        column = sinks.float().view(1, kv_heads, group, 1).expand(pages.num_rows, -1, -1, -1)
+        flat = torch.softmax(torch.cat([flat, column], -1), -1)[..., :-1]
+    else:
+        flat = torch.softmax(flat, -1)
+    back = flat.reshape(pages.num_rows, kv_heads, group, pages.num_columns, page_tokens).permute(
+        0, 3, 1, 2, 4
+    )
+    return back.reshape(scores.shape) if pages.even else back[pages.row, pages.column]
+
+
+def prefill_row(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    first_query: int,
+    first_key: int,
+    window: int | None,
+    scale: float,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """Causal attention of one row's queries [q, heads, dim] at positions first_query.. over keys [k, kv_heads, dim]
+    at positions first_key.., all of them real; fills ``out`` [q, heads, dim]."""
+    num_queries, num_keys = query.shape[0], key.shape[0]
+    last = first_query + num_queries - 1
+    in_window = window is None or last - first_key < window
+    if sinks is None and first_query == first_key and num_queries == num_keys and in_window:
+        result = _fused(query, key, value, None, scale, causal=True)
+        out.copy_(result)
+        return
+    for start in range(0, num_queries, QUERY_TILE):
+        stop = min(start + QUERY_TILE, num_queries)
+        low = first_key if window is None else max(first_key, first_query + start - window + 1)
+        seen = slice(low - first_key, first_query + stop - first_key)
+        visible = _visible(
+            first_query + start, stop - start, low, seen.stop - seen.start, window, query.device
+        )
+        if sinks is None:
+            result = _fused(query[start:stop], key[seen], value[seen], visible, scale, causal=False)
+        else:
+            result = _with_sinks(query[start:stop], key[seen], value[seen], visible, scale, sinks)
+        out[start:stop] = result
+
+
+def _visible(
+    first_query: int,
+    num_queries: int,
+    first_key: int,
+    num_keys: int,
+    window: int | None,
+    device: torch.device,
+) -> torch.Tensor:
+    query = torch.arange(first_query, first_query + num_queries, device=device).unsqueeze(1)
+    key = torch.arange(first_key, first_key + num_keys, device=device).unsqueeze(0)
+    visible = key <= query
+    return visible if window is None else visible & (key > query - window)
+
+
+def _fused(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visible: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+) -> torch.Tensor:
+    result = F.scaled_dot_product_attention(
+        query.transpose(0, 1).unsqueeze(0),
+        key.transpose(0, 1).unsqueeze(0),
+        value.transpose(0, 1).unsqueeze(0),
+        attn_mask=visible,
+        is_causal=causal,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return result[0].transpose(0, 1)
+
+
+def _with_sinks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visible: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor,
+) -> torch.Tensor:
+    num_queries, num_heads, dim = query.shape
+    kv_heads = key.shape[1]
+    grouped = query.view(num_queries, kv_heads, -1, dim).permute(1, 2, 0, 3)
+    scores = torch.matmul(grouped, key.permute(1, 2, 0).unsqueeze(1)).float() * scale
+    scores.masked_fill_(~visible, -torch.inf)
+    column = sinks.float().view(kv_heads, -1, 1, 1).expand(-1, -1, num_queries, 1)
+    weights = torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1].to(query.dtype)
+    result = torch.matmul(weights, value.transpose(0, 1).unsqueeze(1))
+    return result.permute(2, 0, 1, 3).reshape(num_queries, num_heads, dim)

@@ -1,0 +1,161 @@
+"""Gated delta rule and short causal convolution in plain torch.
+
+Per value head, with state S [d_k, d_v], log decay g and write strength beta, token t does
+``S *= exp(g); S += k (beta (v - S^T k))^T; o = S^T q``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+CHUNK_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkLayout:
+    """Where the tokens of several rows lie when each row is cut into chunks of :data:`CHUNK_TOKENS`.
+
+    Chunks are stored by their number inside the row, then by row, longest row first: the j-th chunks of all rows
+    that have one lie together and belong to a leading run of rows.
+
+    Attributes:
+        slot: [tokens] int64, place of each token in [num_chunks * CHUNK_TOKENS].
+        order: [rows] int64, rows from the longest to the shortest.
+        active: for each j, how many rows have a j-th chunk.
+        query_len: tokens of each row, in row order.
+        conv_slot: [tokens] int64, place of each token when every row is preceded by the convolution's old columns.
+        state_slot: [rows, width - 1] int64, places of the old columns; the new ones lie ``query_len`` further.
+    """
+
+    slot: torch.Tensor
+    order: torch.Tensor
+    active: tuple[int, ...]
+    query_len: torch.Tensor
+    conv_slot: torch.Tensor
+    state_slot: torch.Tensor
+
+
+def delta_rule_step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    state_pages: torch.Tensor,
+    page: torch.Tensor,
+) -> torch.Tensor:
+    """One token per row; see the face."""
+    state = state_pages.index_select(0, page)
+    rows, k_heads, d_k = key.shape
+    v_heads, d_v = value.shape[1:]
+    share = v_heads // k_heads
+    pair = torch.stack([key, query], 2).unsqueeze(2)  # [rows, k_heads, 1, 2, d_k]
+    read = torch.matmul(pair, state.view(rows, k_heads, share, d_k, d_v)).view(rows, v_heads, 2, d_v)
+    decay, beta = decay.unsqueeze(-1), beta.unsqueeze(-1)
+    # S_new^T q = decay S^T q + (k . q) delta: both reads come from the old state, in one pass over it.
+    delta = torch.addcmul(value, read[:, :, 0], decay, value=-1.0).mul_(beta)
+    overlap = (key * query).sum(-1, keepdim=True)
+    if share > 1:
+        overlap, key = overlap.repeat_interleave(share, 1), key.repeat_interleave(share, 1)
+    out = (read[:, :, 1] * decay).addcmul_(overlap, delta)
+    state.mul_(decay.unsqueeze(-1)).addcmul_(key.unsqueeze(-1), delta.unsqueeze(-2))
+    state_pages.index_copy_(0, page, state)
+    return out
+
+
+def delta_rule_chunks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor,
+    state_pages: torch.Tensor,
+    page: torch.Tensor,
+    layout: ChunkLayout,
+) -> torch.Tensor:
+    """Chunked form over several rows; see the face."""
+    share = value.shape[1] // key.shape[1]
+    if share > 1:
+        query, key = query.repeat_interleave(share, 1), key.repeat_interleave(share, 1)
+    num_chunks = sum(layout.active)
+    query, key, value = (_to_chunks(x, layout, num_chunks) for x in (query, key, value))
+    log_decay, beta = (_to_chunks(x.unsqueeze(-1), layout, num_chunks) for x in (log_decay, beta))
+    total = log_decay.cumsum(-2)  # [chunks, heads, 64, 1]
+    causal = torch.ones(CHUNK_TOKENS, CHUNK_TOKENS, dtype=torch.bool, device=key.device).tril()
+    # Differences above the diagonal are positive and would overflow: they are cut before exp.
+    ratio = (total - total.transpose(-1, -2)).masked_fill_(~causal, -torch.inf).exp_()
+    grown = total.exp()
+    key_beta = key * beta
+    # (I + A) [U | W] = [beta v | beta exp(total) k], A strictly lower: the within-chunk corrections at once.
+    lower = torch.matmul(key_beta, key.transpose(-1, -2)).mul_(ratio)
+    right = torch.cat([value * beta, key_beta * grown], -1)
+    solved = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
+    written, removed = solved.split([value.shape[-1], key.shape[-1]], -1)
+    inner = torch.matmul(query, key.transpose(-1, -2)).mul_(ratio)
+    query = query * grown
+    key = key * (total[..., -1:, :] - total).exp_()
+    running_page = page.index_select(0, layout.order)
+    running = state_pages.index_select(0, running_page)
+    out = _over_chunks(query, key, written, removed, inner, grown[..., -1:, :], running, layout.active)
+    state_pages.index_copy_(0, running_page, running)
+    flat = out.transpose(1, 2).reshape(-1, out.shape[1], out.shape[3])
+    return flat.index_select(0, layout.slot)
+
+
+def _to_chunks(x: torch.Tensor, layout: ChunkLayout, num_chunks: int) -> torch.Tensor:
+    """[tokens, heads, d] to [chunks, heads, 64, d]; slots without a token are zero and change nothing."""
+    padded = x.new_zeros(num_chunks * CHUNK_TOKENS, *x.shape[1:], dtype=torch.float32)
+    padded.index_copy_(0, layout.slot, x.float())
+    return padded.view(num_chunks, CHUNK_TOKENS, *x.shape[1:]).transpose(1, 2).contiguous()
+
+
+def _over_chunks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    written: torch.Tensor,
+    removed: torch.Tensor,
+    inner: torch.Tensor,
+    decay: torch.Tensor,
+    running: torch.Tensor,
+    active_rows: tuple[int, ...],
+) -> torch.Tensor:
+    """Carries ``running`` [rows, heads, d_k, d_v] from chunk to chunk in place; rows advance together."""
+    out = torch.empty_like(written)
+    start = 0
+    for active in active_rows:
+        now = slice(start, start + active)
+        held = running[:active]
+        fresh = written[now] - torch.matmul(removed[now], held)
+        out[now] = torch.matmul(query[now], held) + torch.matmul(inner[now], fresh)
+        held.mul_(decay[now]).add_(torch.matmul(key[now].transpose(-1, -2), fresh))
+        start += active
+    return out
+
+
+def causal_conv_step(
+    x: torch.Tensor, weight: torch.Tensor, state_pages: torch.Tensor, page: torch.Tensor
+) -> torch.Tensor:
+    """One token per row; see the face."""
+    columns = torch.cat([state_pages.index_select(0, page), x.unsqueeze(1)], 1)
+    state_pages.index_copy_(0, page, columns[:, 1:])
+    return F.silu((columns * weight).sum(1))
+
+
+def causal_conv_rows(
+    x: torch.Tensor, weight: torch.Tensor, state_pages: torch.Tensor, page: torch.Tensor, layout: ChunkLayout
+) -> torch.Tensor:
+    """Several tokens per row; see the face."""
+    width = weight.shape[0]
+    columns = x.new_empty(x.shape[0] + layout.state_slot.numel(), x.shape[1])
+    columns.index_copy_(0, layout.conv_slot, x)
+    columns.index_copy_(0, layout.state_slot.flatten(), state_pages.index_select(0, page).flatten(0, 1))
+    last = columns.shape[0] - width + 1
+    mixed = columns[:last] * weight[0]
+    for tap in range(1, width):
+        mixed.addcmul_(columns[tap : tap + last], weight[tap])
+    newest = (layout.state_slot + layout.query_len.unsqueeze(1)).flatten()
+    state_pages.index_copy_(0, page, columns.index_select(0, newest).view(-1, width - 1, x.shape[1]))
+    return F.silu(mixed.index_select(0, layout.conv_slot - (width - 1)))

@@ -1,0 +1,42 @@
+"""Normalisation, rotary embedding and gated activations over tokens."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels._reference import pointwise as reference
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dim, computed in float32 and cast back to x's dtype.
+
+    ``weight`` broadcasts against x ([dim], or [heads, dim] for one weight per head). A zero-centred norm passes
+    ``1 + w``, kept in float32.
+    """
+    return reference.rms_norm(x, weight, eps)
+
+
+def l2_norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    """``x / sqrt(sum(x^2) + eps)`` over the last dim."""
+    return reference.l2_norm(x, eps)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding, NeoX halves, in place: with n = cos.shape[-1], dims (i, i + n) for i < n are a plane.
+
+    Args:
+        x: [tokens, heads, dim], dim >= 2 n; dims from 2 n on stay as they are.
+        cos, sin: [tokens, n] in x's dtype or wider.
+    """
+    return reference.rotate(x, cos, sin)
+
+
+def silu_and_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """``silu(gate) * up``, same shapes."""
+    return reference.silu_and_mul(gate, up)
+
+
+def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float, alpha: float) -> torch.Tensor:
+    """The gated activation of GPT-OSS: ``(clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g)`` with
+    ``g = min(gate, limit)``."""
+    return reference.clamped_swiglu(gate, up, limit, alpha)

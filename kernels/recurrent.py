@@ -1,0 +1,115 @@
+"""Linear attention with a recurrent state: the gated delta rule and the short causal convolution before it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kernels._reference import recurrent as reference
+from kernels._reference.recurrent import CHUNK_TOKENS, ChunkLayout
+
+__all__ = [
+    "CHUNK_TOKENS",
+    "ChunkLayout",
+    "causal_conv_rows",
+    "causal_conv_step",
+    "chunk_layout",
+    "delta_rule_chunks",
+    "delta_rule_step",
+]
+
+
+def chunk_layout(query_len: Sequence[int], conv_width: int, device: torch.device) -> ChunkLayout:
+    """How rows of ``query_len`` tokens, flat one behind the other, are cut into chunks; prepared once per step."""
+    order = sorted(range(len(query_len)), key=lambda row: -query_len[row])
+    chunks = [-(-length // CHUNK_TOKENS) for length in query_len]
+    active = tuple(sum(n > j for n in chunks) for j in range(max(chunks)))
+    starts = [0]
+    for count in active:
+        starts.append(starts[-1] + count)
+    rank = {row: place for place, row in enumerate(order)}
+    slots, conv_slots, state_slots, columns = [], [], [], 0
+    for row, length in enumerate(query_len):
+        for j in range(chunks[row]):
+            first = (starts[j] + rank[row]) * CHUNK_TOKENS
+            slots.append(torch.arange(first, first + min(CHUNK_TOKENS, length - j * CHUNK_TOKENS)))
+        state_slots.append(torch.arange(columns, columns + conv_width - 1))
+        conv_slots.append(torch.arange(columns + conv_width - 1, columns + conv_width - 1 + length))
+        columns += conv_width - 1 + length
+    return ChunkLayout(
+        slot=torch.cat(slots).to(device),
+        order=torch.tensor(order, device=device),
+        active=active,
+        query_len=torch.tensor(list(query_len), device=device),
+        conv_slot=torch.cat(conv_slots).to(device),
+        state_slot=torch.stack(state_slots).to(device),
+    )
+
+
+def delta_rule_step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    state_pages: torch.Tensor,
+    page: torch.Tensor,
+) -> torch.Tensor:
+    """Advances every row's state by one token and reads it; all float32.
+
+    Args:
+        query, key: [rows, k_heads, d_k], L2-normed, query scaled. Value head h uses key head h // (v_heads / k_heads).
+        value: [rows, v_heads, d_v].
+        decay: [rows, v_heads], exp of the log decay; beta: [rows, v_heads].
+        state_pages: [pages, v_heads, d_k, d_v] strided view; row r's state is page[r], changed in place.
+        page: [rows] int64 physical state pages, distinct.
+
+    Returns:
+        [rows, v_heads, d_v].
+    """
+    return reference.delta_rule_step(query, key, value, decay, beta, state_pages, page)
+
+
+def delta_rule_chunks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor,
+    state_pages: torch.Tensor,
+    page: torch.Tensor,
+    layout: ChunkLayout,
+) -> torch.Tensor:
+    """The same recurrence over many tokens per row, in chunks: within a chunk the corrections are one triangular
+    solve (Yang et al., "Parallelizing linear transformers with the delta rule", with decay as in "Gated delta
+    networks"), between chunks the state is carried.
+
+    Args:
+        query, key: [tokens, k_heads, d_k]; value: [tokens, v_heads, d_v]; log_decay, beta: [tokens, v_heads].
+        state_pages, page: as in :func:`delta_rule_step`.
+
+    Returns:
+        [tokens, v_heads, d_v] float32.
+    """
+    return reference.delta_rule_chunks(query, key, value, log_decay, beta, state_pages, page, layout)
+
+
+def causal_conv_step(
+    x: torch.Tensor, weight: torch.Tensor, state_pages: torch.Tensor, page: torch.Tensor
+) -> torch.Tensor:
+    """Depthwise causal convolution and SiLU for one token per row.
+
+    Args:
+        x: [rows, channels]; weight: [width, channels], the last column meets the newest token.
+        state_pages: [pages, width - 1, channels] strided view; page[r] holds row r's columns before x, and is shifted.
+    """
+    return reference.causal_conv_step(x, weight, state_pages, page)
+
+
+def causal_conv_rows(
+    x: torch.Tensor, weight: torch.Tensor, state_pages: torch.Tensor, page: torch.Tensor, layout: ChunkLayout
+) -> torch.Tensor:
+    """Depthwise causal convolution and SiLU for rows of several tokens: x [tokens, channels]; each row's page of
+    ``state_pages`` comes to hold its last columns."""
+    return reference.causal_conv_rows(x, weight, state_pages, page, layout)

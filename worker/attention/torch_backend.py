@@ -1,0 +1,91 @@
+"""Paged attention in plain torch, for the CPU: decode rows together, longer chunks row by row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kernels.attention import DecodePages, decode_pages, paged_decode, paged_prefill_row
+from worker.attention.base import AttentionPlan, AttentionShape, PagedGeometry
+
+
+@dataclass(frozen=True, slots=True)
+class _ChunkRow:
+    start: int
+    stop: int
+    table: torch.Tensor
+    first_page: int
+    kv_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class TorchPlan:
+    """Decode rows as pages to read, and each longer row by itself."""
+
+    shape: AttentionShape
+    num_decode_rows: int
+    decode: DecodePages | None
+    chunks: tuple[_ChunkRow, ...]
+
+
+class TorchAttention:
+    """Works on any device that torch does; reads lengths on the host, so it cannot be captured in a graph."""
+
+    name = "torch"
+
+    def unusable_reason(self, shape: AttentionShape, device: torch.device) -> str | None:
+        """None: every shape and device will do."""
+        return None
+
+    def plan(self, geometry: PagedGeometry, shape: AttentionShape) -> AttentionPlan:
+        """Lists the pages of the decode rows and the bounds of the longer ones."""
+        decode_rows = geometry.num_decode_rows
+        decode = None
+        if decode_rows:
+            decode = decode_pages(
+                geometry.tables[:decode_rows],
+                geometry.first_page[:decode_rows],
+                geometry.kv_len[:decode_rows],
+                geometry.page_tokens,
+                shape.window,
+            )
+        start = geometry.query_start[decode_rows:].tolist()
+        first_page = geometry.first_page[decode_rows:].tolist()
+        kv_len = geometry.kv_len[decode_rows:].tolist()
+        chunks = tuple(
+            _ChunkRow(start[i], start[i + 1], geometry.tables[decode_rows + i], first_page[i], kv_len[i])
+            for i in range(len(kv_len))
+        )
+        return TorchPlan(shape, decode_rows, decode, chunks)
+
+    def run(
+        self,
+        plan: AttentionPlan,
+        query: torch.Tensor,
+        key_pages: torch.Tensor,
+        value_pages: torch.Tensor,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        """See :class:`worker.attention.base.AttentionBackend`."""
+        assert isinstance(plan, TorchPlan)
+        scale, window = plan.shape.scale, plan.shape.window
+        rows = plan.num_decode_rows
+        if plan.decode is not None:
+            paged_decode(query[:rows], key_pages, value_pages, plan.decode, scale, sinks, out[:rows])
+        for row in plan.chunks:
+            span = slice(row.start, row.stop)
+            paged_prefill_row(
+                query[span],
+                key_pages,
+                value_pages,
+                row.table,
+                row.first_page,
+                row.kv_len,
+                window,
+                scale,
+                sinks,
+                out[span],
+            )
+        return out

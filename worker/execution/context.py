@@ -1,0 +1,69 @@
+"""What a layer may read during one forward pass: where tokens stand, and where their pages lie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from kernels.kv import write_kv
+from kernels.recurrent import ChunkLayout
+from worker.attention.base import AttentionBackend, AttentionPlan
+
+
+@dataclass(frozen=True, slots=True)
+class TokenGroup:
+    """One token-paged group in a step: ``page``, ``offset`` [tokens] int64 say where each token's rows go; ``plan``
+    is the attention backend's."""
+
+    page: torch.Tensor
+    offset: torch.Tensor
+    plan: AttentionPlan
+
+
+@dataclass(frozen=True, slots=True)
+class StateGroup:
+    """The recurrent states of a step's rows: physical pages of the decode rows and of the longer ones, and how the
+    longer rows are cut into chunks (None without any)."""
+
+    decode_page: torch.Tensor
+    chunk_page: torch.Tensor
+    layout: ChunkLayout | None
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardContext:
+    """One step as layers see it. The first ``num_decode_rows`` tokens belong to rows of one token each.
+
+    Attributes:
+        positions: [tokens] int64.
+        num_decode_rows: rows, and so tokens, at the front that are advanced by one.
+        groups: token-paged groups by name.
+        state: the recurrent states, None for models without.
+        views: arena views by (layer, row name).
+        backend: the attention backend.
+    """
+
+    positions: torch.Tensor
+    num_decode_rows: int
+    groups: Mapping[str, TokenGroup]
+    state: StateGroup | None
+    views: Mapping[tuple[int, str], torch.Tensor]
+    backend: AttentionBackend
+
+    def attend(
+        self,
+        group: str,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Stores the new keys and values in their pages and answers attention, [tokens, heads, head_dim]."""
+        rows = self.groups[group]
+        key_pages, value_pages = self.views[layer, "k"], self.views[layer, "v"]
+        write_kv(key, value, key_pages, value_pages, rows.page, rows.offset)
+        out = torch.empty_like(query)
+        return self.backend.run(rows.plan, query, key_pages, value_pages, sinks, out)

@@ -1,0 +1,129 @@
+"""Loads a model: reads its configuration, rehearses against the checkpoint, then builds it for real."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from worker.api import ModelInfo
+from worker.config import WorkerConfig
+from worker.errors import ConfigError, ModelLoadError
+from worker.execution.weights import (
+    CheckpointFiles,
+    LoadProgress,
+    RandomTensors,
+    TensorStore,
+    WeightSource,
+    read_json,
+)
+from worker.models import MODELS
+from worker.models.base import BuildOptions, Model, ModelFamily
+from worker.models.resident import resident_experts
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run and its facts."""
+
+    model: Model
+    info: ModelInfo
+    device: torch.device
+    dtype: torch.dtype
+
+
+def choose_device(name: str) -> torch.device:
+    """The device that ``device`` names; ConfigError where it is not there."""
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError([f"device={name!r}: not auto, cpu, cuda or cuda:N"]) from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError([f"device={name!r}: this machine has no usable GPU; device=cpu would run without"])
+    return torch.device("cuda:0") if name == "cuda" else device
+
+
+def load_model(config: WorkerConfig) -> LoadedModel:
+    """Builds the model of ``config.model``. ModelLoadError names everything that the folder lacks or has too much."""
+    folder = Path(config.model)
+    raw = read_json(folder / "config.json")
+    device = choose_device(config.device)
+    dtype_name = _dtype_name(config, raw, device)
+    if config.kv_dtype == "fp8_e4m3":
+        raise ConfigError(["kv_dtype='fp8_e4m3': the native engine keeps KV in 'auto' or 'bf16'"])
+    kv_dtype = "bfloat16" if config.kv_dtype == "bf16" else dtype_name
+    options = BuildOptions(kv_dtype=kv_dtype, dtype=dtype_name, experts=resident_experts)
+    architecture, family = _family(folder, raw)
+    store: TensorStore = RandomTensors(config.seed) if config.load == "random" else CheckpointFiles(folder)
+    dtype: torch.dtype = getattr(torch, dtype_name)
+    model = _build(folder, raw, store, family, options, device, dtype)
+    info = ModelInfo(
+        name=config.served_name or folder.resolve().name,
+        folder=str(folder),
+        architecture=architecture,
+        vocab_size=model.vocab_size,
+        max_model_len=config.max_model_len or model.max_model_len,
+        eos_token_ids=_eos_token_ids(folder, raw),
+        num_layers=model.num_layers,
+        num_experts=model.num_experts,
+        experts_per_token=model.experts_per_token,
+        dtype=dtype_name,
+        device=str(device),
+    )
+    return LoadedModel(model, info, device, dtype)
+
+
+def _build(
+    folder: Path,
+    raw: Mapping[str, Any],
+    store: TensorStore,
+    family: ModelFamily,
+    options: BuildOptions,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Model:
+    rehearsal = WeightSource(store, torch.device("meta"), dtype)
+    family(raw, rehearsal, options)
+    problems = rehearsal.problems()
+    if problems:
+        raise ModelLoadError(f"{folder}: {'; '.join(problems)}")
+    with LoadProgress(folder, rehearsal.num_elements) as bar:
+        return family(raw, WeightSource(store, device, dtype, bar), options)
+
+
+def _family(folder: Path, raw: Mapping[str, Any]) -> tuple[str, ModelFamily]:
+    named = raw.get("architectures") or []
+    for architecture in named:
+        if architecture in MODELS:
+            family: ModelFamily = MODELS.load(architecture)
+            return architecture, family
+    known = ", ".join(MODELS)
+    raise ModelLoadError(
+        f"{folder}/config.json: architectures={named!r}, but the native engine knows {known}"
+    )
+
+
+def _dtype_name(config: WorkerConfig, raw: Mapping[str, Any], device: torch.device) -> str:
+    if config.dtype != "auto":
+        return config.dtype
+    if device.type == "cpu":
+        return "float32"
+    text = raw.get("text_config") or raw
+    return str(text.get("dtype") or text.get("torch_dtype") or raw.get("dtype") or "bfloat16").removeprefix(
+        "torch."
+    )
+
+
+def _eos_token_ids(folder: Path, raw: Mapping[str, Any]) -> tuple[int, ...]:
+    path = folder / "generation_config.json"
+    found = read_json(path).get("eos_token_id") if path.is_file() else None
+    if found is None:
+        found = (raw.get("text_config") or raw).get("eos_token_id", raw.get("eos_token_id"))
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, list) else (int(found),)

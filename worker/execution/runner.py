@@ -1,0 +1,124 @@
+"""Carries step plans out: memory commands, forward pass, sampling, result."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from memory.api import PageSpec
+from memory.device.arena import Arena
+from worker.api import ModelInfo, TokenLogprobs
+from worker.attention import BACKENDS
+from worker.attention.base import AttentionBackend, AttentionShape
+from worker.config import WorkerConfig
+from worker.errors import ConfigError
+from worker.execution.batch import BatchBuilder
+from worker.execution.loading import load_model
+from worker.execution.sampler import SampledRows, Sampler
+from worker.scheduling.step import StepPlan, StepResult
+
+DEFAULT_PAGE_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step that was started: what :meth:`ModelRunner.collect` turns into a result."""
+
+    plan: StepPlan
+    sampled: SampledRows | None
+    started_s: float
+
+
+class ModelRunner:
+    """One model on one device. ``attach_memory`` comes once, before the first step."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        """Loads the model. ConfigError, ModelLoadError."""
+        if config.num_threads:
+            torch.set_num_threads(config.num_threads)
+        self._config = config
+        loaded = load_model(config)
+        self._model = loaded.model
+        self._device = loaded.device
+        self.model_info: ModelInfo = loaded.info
+        page_tokens = config.page_tokens or DEFAULT_PAGE_TOKENS
+        self.page_specs: tuple[PageSpec, ...] = tuple(g.page_spec(page_tokens) for g in self._model.groups)
+        self._shapes = {g.name: g.attention for g in self._model.groups if g.attention is not None}
+        self._backend = _choose_backend(config, tuple(self._shapes.values()), self._device)
+        self._last_tokens = torch.zeros(config.max_running, dtype=torch.int64, device=self._device)
+        self._sampler = Sampler(
+            config.max_running, self._model.vocab_size, self.model_info.eos_token_ids, self._device
+        )
+        self._arena: Arena | None = None
+        self._builder: BatchBuilder | None = None
+
+    def attach_memory(self, specs: Sequence[PageSpec], arena_bytes: int) -> None:
+        """Takes the arena. ``specs`` are ``page_specs``, perhaps joined by others that ride along."""
+        absent = {spec.name for spec in self.page_specs} - {spec.name for spec in specs}
+        if absent:
+            raise ValueError(f"the arena lacks the page groups {sorted(absent)}")
+        self._arena = Arena(specs, arena_bytes, self._device)
+        self._builder = BatchBuilder(self._arena, self._shapes, self._backend, self._model.conv_width)
+
+    @property
+    def arena(self) -> Arena:
+        """The attached arena; RuntimeError before ``attach_memory``."""
+        if self._arena is None:
+            raise RuntimeError("attach_memory comes before the first step")
+        return self._arena
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Carries a step out and waits for it."""
+        return self.collect(self.launch(plan))
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Starts a step; its sampled tokens stay on the device for the steps launched after it."""
+        started_s = time.perf_counter()
+        self.arena.apply(plan.commands)
+        self._sampler.start(plan.started)
+        if plan.num_rows == 0:
+            return LaunchedStep(plan, None, started_s)
+        assert self._builder is not None
+        batch = self._builder.build(plan, self._last_tokens)
+        hidden = self._model.decoder.forward(batch.token_ids, batch.context)
+        if not plan.samples.any():
+            return LaunchedStep(plan, None, started_s)
+        logits = self._model.decoder.logits(hidden.final.index_select(0, batch.sample_index))
+        sampled = self._sampler.sample(plan, logits)
+        slots = torch.from_numpy(plan.slots[plan.samples]).to(self._device)
+        self._last_tokens.index_copy_(0, slots, sampled.token_ids)
+        return LaunchedStep(plan, sampled, started_s)
+
+    def collect(self, launched: LaunchedStep) -> StepResult:
+        """Waits for a launched step and answers what it brought."""
+        plan = launched.plan
+        token_ids = np.full((plan.num_rows, 1), -1, dtype=np.int64)
+        logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
+        if launched.sampled is not None:
+            token_ids[plan.samples, 0] = launched.sampled.token_ids.cpu().numpy()
+            found = launched.sampled.logprobs
+            if found:
+                logprobs = tuple((found[row],) if row in found else () for row in range(plan.num_rows))
+        seconds = time.perf_counter() - launched.started_s
+        return StepResult(plan.step, token_ids, plan.samples.astype(np.int64), logprobs, seconds)
+
+    def close(self) -> None:
+        """Gives the arena back; no step may follow."""
+        self._arena = None
+        self._builder = None
+
+
+def _choose_backend(
+    config: WorkerConfig, shapes: Sequence[AttentionShape], device: torch.device
+) -> AttentionBackend:
+    name = "torch" if config.attention_backend == "auto" else config.attention_backend
+    backend: AttentionBackend = BACKENDS.load(name)()
+    reasons = [r for shape in shapes if (r := backend.unusable_reason(shape, device)) is not None]
+    if reasons:
+        raise ConfigError([f"attention_backend={name!r}: {reason}" for reason in dict.fromkeys(reasons)])
+    return backend

@@ -1,0 +1,129 @@
+"""Softmax attention over paged keys and values: projections, norms, rotary embedding, optional gate and sinks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from kernels.pointwise import rms_norm, rotate
+from worker.execution.context import ForwardContext
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """cos and sin of a step's tokens, [tokens, n], for :func:`kernels.pointwise.rotate`."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+class Rope:
+    """Rotary frequencies of a model; asked once per step, shared by its layers."""
+
+    def __init__(self, inverse_frequency: torch.Tensor, factor: float, dtype: torch.dtype) -> None:
+        """``inverse_frequency`` [n] float32; ``factor`` multiplies cos and sin."""
+        self._inverse_frequency = inverse_frequency
+        self._factor = factor
+        self._dtype = dtype
+
+    def __call__(self, positions: torch.Tensor) -> Rotation:
+        angle = positions.float().unsqueeze(1) * self._inverse_frequency
+        cos, sin = angle.cos(), angle.sin()
+        if self._factor != 1.0:
+            cos, sin = cos * self._factor, sin * self._factor
+        return Rotation(cos.to(self._dtype), sin.to(self._dtype))
+
+
+def plain_frequencies(theta: float, rotary_dim: int, device: torch.device) -> torch.Tensor:
+    """``theta^(-2i / rotary_dim)`` for i < rotary_dim / 2."""
+    exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim
+    return 1.0 / (theta**exponent)
+
+
+def yarn_frequencies(
+    theta: float, rotary_dim: int, rope: Mapping[str, Any], device: torch.device
+) -> tuple[torch.Tensor, float]:
+    """Frequencies and cos/sin factor of YaRN (Peng et al., 2023): high frequencies stay, low ones are divided by
+    ``factor``, with a linear ramp between the dims that turn ``beta_fast`` and ``beta_slow`` times over the original
+    context."""
+    factor, original = float(rope["factor"]), float(rope["original_max_position_embeddings"])
+
+    def dim_of(turns: float) -> float:
+        return rotary_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dim_of(float(rope.get("beta_fast") or 32)), dim_of(float(rope.get("beta_slow") or 1))
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotary_dim - 1)
+    plain = plain_frequencies(theta, rotary_dim, device)
+    index = torch.arange(rotary_dim // 2, dtype=torch.float32, device=device)
+    ramp = ((index - low) / max(high - low, 0.001)).clamp_(0, 1)
+    attention_factor = rope.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+    return plain / factor * ramp + plain * (1 - ramp), float(attention_factor)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSizes:
+    """Heads of one attention layer, and its group of pages."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    group: str
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWeights:
+    """Tensors of one attention layer.
+
+    Attributes:
+        inner: [(heads + 2 kv_heads) * dim (+ heads * dim of gate), H]: rows of q, k, v, gate.
+        inner_bias: for the same rows, or None.
+        outer: [H, heads * dim]; outer_bias: [H] or None.
+        head_norm: [heads + kv_heads, dim] norm weights of q and k heads, or None.
+        sinks: [heads] or None.
+        gated: whether ``inner`` ends with a gate that multiplies the output by its sigmoid.
+    """
+
+    inner: torch.Tensor
+    inner_bias: torch.Tensor | None
+    outer: torch.Tensor
+    outer_bias: torch.Tensor | None
+    head_norm: torch.Tensor | None
+    sinks: torch.Tensor | None
+    gated: bool
+
+
+class AttentionLayer:
+    """One attention sublayer."""
+
+    def __init__(self, layer: int, sizes: AttentionSizes, weights: AttentionWeights, eps: float) -> None:
+        self._layer = layer
+        self._sizes = sizes
+        self._weights = weights
+        self._eps = eps
+
+    def __call__(self, x: torch.Tensor, rotation: Rotation, context: ForwardContext) -> torch.Tensor:
+        """[tokens, H] to [tokens, H]."""
+        sizes, weights = self._sizes, self._weights
+        turned = sizes.num_heads + sizes.num_kv_heads
+        dim = sizes.head_dim
+        inner = F.linear(x, weights.inner, weights.inner_bias)
+        heads = inner[:, : (turned + sizes.num_kv_heads) * dim].unflatten(1, (-1, dim))
+        query_key = heads[:, :turned]
+        if weights.head_norm is not None:
+            query_key = rms_norm(query_key, weights.head_norm, self._eps)
+        rotate(query_key, rotation.cos, rotation.sin)
+        query, key = query_key[:, : sizes.num_heads], query_key[:, sizes.num_heads :]
+        mixed = context.attend(sizes.group, self._layer, query, key, heads[:, turned:], weights.sinks)
+        mixed = mixed.flatten(1)
+        if weights.gated:
+            mixed = mixed * torch.sigmoid(inner[:, (turned + sizes.num_kv_heads) * dim :])
+        return F.linear(mixed, weights.outer, weights.outer_bias)

@@ -1,0 +1,86 @@
+"""The decoder that all families share: embedding, layers of mixer and MLP with residuals, final norm, head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from kernels.pointwise import rms_norm
+from worker.execution.context import ForwardContext
+from worker.layers.attention import Rope, Rotation
+
+
+class Mixer(Protocol):
+    """A sublayer that mixes tokens of a row."""
+
+    def __call__(self, x: torch.Tensor, rotation: Rotation, context: ForwardContext) -> torch.Tensor:
+        """[tokens, H] to [tokens, H]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """One layer: ``x += mixer(norm(x)); x += mlp(norm(x))``. Norm weights are float32, one added where zero-centred."""
+
+    mixer_norm: torch.Tensor
+    mixer: Mixer
+    mlp_norm: torch.Tensor
+    mlp: Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenStates:
+    """What a forward pass brings: ``final`` [tokens, H] behind the final norm, and the tapped layer inputs by layer
+    number (``layers[n]`` is the residual stream that enters layer n; n = number of layers: before the final norm)."""
+
+    final: torch.Tensor
+    layers: Mapping[int, torch.Tensor] = field(default_factory=dict)
+
+
+class Decoder:
+    """A stack of decoder layers."""
+
+    def __init__(
+        self,
+        embedding: torch.Tensor,
+        layers: Sequence[DecoderLayer],
+        final_norm: torch.Tensor,
+        head: torch.Tensor,
+        rope: Rope,
+        eps: float,
+    ) -> None:
+        """``embedding`` and ``head`` [vocabulary, H] (one tensor where tied)."""
+        self._embedding = embedding
+        self._layers = tuple(layers)
+        self._final_norm = final_norm
+        self._head = head
+        self._rope = rope
+        self._eps = eps
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[tokens] int64 to [tokens, H]."""
+        return self._embedding.index_select(0, token_ids)
+
+    def forward(
+        self, token_ids: torch.Tensor, context: ForwardContext, taps: frozenset[int] = frozenset()
+    ) -> HiddenStates:
+        """Runs a step's [tokens] through all layers; ``taps`` names layers whose input is wanted."""
+        rotation = self._rope(context.positions)
+        x = self.embed(token_ids)
+        tapped: dict[int, torch.Tensor] = {}
+        for number, layer in enumerate(self._layers):
+            if number in taps:
+                tapped[number] = x.clone()
+            x = x.add_(layer.mixer(rms_norm(x, layer.mixer_norm, self._eps), rotation, context))
+            x = x.add_(layer.mlp(rms_norm(x, layer.mlp_norm, self._eps)))
+        if len(self._layers) in taps:
+            tapped[len(self._layers)] = x
+        return HiddenStates(rms_norm(x, self._final_norm, self._eps), tapped)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, H] behind the final norm to [rows, vocabulary] float32."""
+        return F.linear(hidden, self._head).float()

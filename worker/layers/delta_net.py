@@ -1,0 +1,123 @@
+"""Gated DeltaNet: linear attention with a recurrent state per request (Yang et al., "Gated delta networks")."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from kernels.pointwise import l2_norm, rms_norm
+from kernels.recurrent import causal_conv_rows, causal_conv_step, delta_rule_chunks, delta_rule_step
+from memory.api import LayerRows, Row
+from worker.execution.context import ForwardContext
+from worker.layers.attention import Rotation
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetSizes:
+    """Heads of one Gated DeltaNet layer; consecutive value heads share a key head."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+
+    @property
+    def conv_channels(self) -> int:
+        """Channels of the convolution: q, k and v side by side."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+    def rows(self, layer: int, conv_dtype: str) -> LayerRows:
+        """What one recurrent state holds for this layer."""
+        return LayerRows(
+            layer,
+            (
+                Row("conv", (self.conv_width - 1, self.conv_channels), conv_dtype),
+                Row("state", (self.num_value_heads, self.key_dim, self.value_dim), "float32"),
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetWeights:
+    """Tensors of one Gated DeltaNet layer.
+
+    Attributes:
+        inner: rows of q, k, v (conv_channels), z (v_heads * d_v), b (v_heads), a (v_heads); [.., H].
+        conv: [width, conv_channels].
+        decay_rate: [v_heads] float32, ``-exp(A_log)``; decay_bias: [v_heads] float32, ``dt_bias``.
+        norm: [d_v] float32; outer: [H, v_heads * d_v].
+    """
+
+    inner: torch.Tensor
+    conv: torch.Tensor
+    decay_rate: torch.Tensor
+    decay_bias: torch.Tensor
+    norm: torch.Tensor
+    outer: torch.Tensor
+
+
+class DeltaNetLayer:
+    """One Gated DeltaNet sublayer."""
+
+    def __init__(self, layer: int, sizes: DeltaNetSizes, weights: DeltaNetWeights, eps: float) -> None:
+        self._layer = layer
+        self._sizes = sizes
+        self._weights = weights
+        self._eps = eps
+
+    def __call__(self, x: torch.Tensor, rotation: Rotation, context: ForwardContext) -> torch.Tensor:
+        """[tokens, H] to [tokens, H]; rows' states advance."""
+        assert context.state is not None
+        sizes, weights = self._sizes, self._weights
+        channels, heads = sizes.conv_channels, sizes.num_value_heads
+        inner = F.linear(x, weights.inner)
+        values = heads * sizes.value_dim
+        z = inner[:, channels : channels + values]
+        strength = inner[:, channels + values :].float()
+        beta = torch.sigmoid(strength[:, :heads])
+        log_decay = F.softplus(strength[:, heads:] + weights.decay_bias).mul_(weights.decay_rate)
+        decode, total = context.num_decode_rows, x.shape[0]
+        parts = []
+        if decode:
+            parts.append(self._step(inner[:decode, :channels], log_decay[:decode], beta[:decode], context))
+        if decode < total:
+            parts.append(self._chunks(inner[decode:, :channels], log_decay[decode:], beta[decode:], context))
+        mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
+        normed = rms_norm(mixed, weights.norm, self._eps)
+        gated = normed.flatten(1).mul_(F.silu(z.float()))
+        return F.linear(gated.to(x.dtype), weights.outer)
+
+    def _step(
+        self, mixed: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        assert context.state is not None
+        page = context.state.decode_page
+        mixed = causal_conv_step(mixed, self._weights.conv, context.views[self._layer, "conv"], page)
+        query, key, value = self._heads(mixed)
+        state_pages = context.views[self._layer, "state"]
+        return delta_rule_step(query, key, value, log_decay.exp(), beta, state_pages, page)
+
+    def _chunks(
+        self, mixed: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        assert context.state is not None
+        assert context.state.layout is not None
+        page, layout = context.state.chunk_page, context.state.layout
+        conv_pages = context.views[self._layer, "conv"]
+        mixed = causal_conv_rows(mixed, self._weights.conv, conv_pages, page, layout)
+        query, key, value = self._heads(mixed)
+        state_pages = context.views[self._layer, "state"]
+        return delta_rule_chunks(query, key, value, log_decay, beta, state_pages, page, layout)
+
+    def _heads(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q (scaled) and k L2-normed per head, v; float32."""
+        sizes = self._sizes
+        wide = mixed.float()
+        keys = 2 * sizes.num_key_heads * sizes.key_dim
+        normed = l2_norm(wide[:, :keys].unflatten(1, (-1, sizes.key_dim)))
+        query = normed[:, : sizes.num_key_heads] * sizes.key_dim**-0.5
+        value = wide[:, keys:].unflatten(1, (-1, sizes.value_dim))
+        return query, normed[:, sizes.num_key_heads :], value

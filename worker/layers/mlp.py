@@ -1,0 +1,81 @@
+"""Feed-forward sublayers: one gated MLP, or routed experts with or without a shared one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from kernels.moe import route
+from kernels.pointwise import silu_and_mul
+
+
+class RoutedExperts(Protocol):
+    """One layer's routed experts, wherever their weights are."""
+
+    def __call__(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """Weighted sum over [tokens, k] chosen experts (see :func:`kernels.moe.route`), [tokens, H]."""
+        ...
+
+
+class GatedMlp:
+    """``down(silu(gate x) * (up x))``."""
+
+    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        """``gate_up`` [2 * I, H], gate above up; ``down`` [H, I]."""
+        self._gate_up = gate_up
+        self._down = down
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[tokens, H] to [tokens, H]."""
+        gate, up = F.linear(x, self._gate_up).chunk(2, -1)
+        return F.linear(silu_and_mul(gate, up), self._down)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """An expert that every token takes, weighed by ``sigmoid(gate x)``: its rows ride in the router's product.
+
+    ``intermediate_size`` I; ``down`` [H, I].
+    """
+
+    intermediate_size: int
+    down: torch.Tensor
+
+
+class MoeMlp:
+    """Router, routed experts and, where the model has one, the shared expert."""
+
+    def __init__(
+        self,
+        router: torch.Tensor,
+        router_bias: torch.Tensor | None,
+        experts: RoutedExperts,
+        num_experts: int,
+        experts_per_token: int,
+        renormalise: bool,
+        shared: SharedExpert | None = None,
+    ) -> None:
+        """``router``: [experts, H] rows; with a shared expert followed by its gate [1, H], its gate_proj [I, H] and
+        its up_proj [I, H]."""
+        self._router = router
+        self._router_bias = router_bias
+        self._experts = experts
+        self._num_experts = num_experts
+        self._experts_per_token = experts_per_token
+        self._renormalise = renormalise
+        self._shared = shared
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[tokens, H] to [tokens, H]."""
+        inner = F.linear(x, self._router, self._router_bias)
+        weights, experts = route(inner[:, : self._num_experts], self._experts_per_token, self._renormalise)
+        out = self._experts(x, weights, experts)
+        if self._shared is None:
+            return out
+        size, first = self._shared.intermediate_size, self._num_experts + 1
+        hidden = silu_and_mul(inner[:, first : first + size], inner[:, first + size :])
+        hidden = hidden.mul_(torch.sigmoid(inner[:, self._num_experts : first]))
+        return out.add_(F.linear(hidden, self._shared.down))

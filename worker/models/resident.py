@@ -1,0 +1,39 @@
+"""Builds resident experts: every expert of a layer is read, dequantised and laid into one bank."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.moe import ExpertBank
+from worker.execution.weights import WeightSource
+from worker.layers.experts import ResidentExperts
+from worker.layers.mlp import RoutedExperts
+from worker.models.base import ExpertLayer
+
+
+def resident_experts(experts: ExpertLayer, source: WeightSource) -> RoutedExperts:
+    """The factory for ``experts=resident``."""
+    shape, count = experts.shape, experts.num_experts
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    gate_up = _empty(source, count, 2 * inner, hidden)
+    down = _empty(source, count, inner, hidden)
+    gate_up_bias = _empty(source, count, 2 * inner) if shape.has_bias else None
+    down_bias = _empty(source, count, hidden) if shape.has_bias else None
+    layout = experts.format.block_layout(shape)
+    for expert in range(count):
+        tensors = experts.read(expert)
+        if source.rehearsing:
+            continue
+        block = torch.empty(layout.num_bytes, dtype=torch.uint8, device=source.device)
+        experts.format.pack(tensors, shape, block)
+        both, back = experts.format.dequantize(block, shape)
+        gate_up[expert] = both.to(source.dtype)
+        down[expert] = back.to(source.dtype).t()
+        if gate_up_bias is not None and down_bias is not None:
+            gate_up_bias[expert] = torch.cat([tensors["gate_proj.bias"], tensors["up_proj.bias"]])
+            down_bias[expert] = tensors["down_proj.bias"]
+    return ResidentExperts(ExpertBank(gate_up, down, gate_up_bias, down_bias, experts.activation))
+
+
+def _empty(source: WeightSource, *shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=source.dtype, device=source.device)

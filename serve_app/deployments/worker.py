@@ -6,17 +6,19 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 from serve_app.deployments import ray_hooks
-from serve_app.deployments.protocol import Accepted, Refused, StreamItem, WorkerReport
-from serve_app.policies.coalescing import CoalescingConfig, interval_s
+from serve_app.deployments.engine_server import EngineServer
+from serve_app.deployments.protocol import StreamItem, WorkerReport
+from serve_app.policies.coalescing import CoalescingConfig
 from serve_app.telemetry.logging import configure_logging
 from serve_app.text.model_folder import resolve_model
 from worker.api import Engine, GenerateRequest, WorkerSnapshot
 from worker.config import WorkerConfig
 from worker.engines import ENGINES
-from worker.errors import EngineDead, InvalidRequest, Overloaded
 
 logger = logging.getLogger(__name__)
 
@@ -44,31 +46,14 @@ class Worker:
         self._num_streams = 0
         # Loading takes minutes for large models; the event loop stays free for Serve meanwhile.
         self._engine: Engine = await asyncio.to_thread(_load_engine, args)
+        self._server = EngineServer(self._engine, args.coalescing)
         self._reports = asyncio.create_task(self._report_for_ever())
 
     async def generate(self, replica_id: str, request: GenerateRequest) -> AsyncIterator[StreamItem]:
-        """Starts a request: an :class:`Accepted` and its events, or one :class:`Refused`. Leaving early aborts it.
-
-        ``replica_id`` is for the request router alone.
-        """
-        try:
-            self._engine.submit(request)
-            events = self._engine.stream(request.request_id)
-        except (InvalidRequest, Overloaded, EngineDead) as error:
-            yield Refused(error, self._snapshot_if_alive())
-            return
-        self._num_streams += 1
-        try:
-            yield Accepted(self._engine.snapshot())
-            async for event in events:
-                yield event
-                if event.finish_reason is None:
-                    # What comes meanwhile is gathered in the engine's mailbox and leaves as one message.
-                    await asyncio.sleep(interval_s(self._num_streams, self._args.coalescing))
-        finally:
-            self._num_streams -= 1
-            self._engine.abort(request.request_id)
-            await events.aclose()  # type: ignore[attr-defined]
+        """See :meth:`EngineServer.generate`; ``replica_id`` is for the request router alone."""
+        async with aclosing(cast("Any", self._server.generate(request))) as items:
+            async for item in items:
+                yield item
 
     async def snapshot(self, replica_id: str) -> WorkerSnapshot:
         """The engine's state now."""
@@ -104,12 +89,6 @@ class Worker:
             except Exception:
                 logger.exception("a report could not be sent")
                 await asyncio.sleep(HEARTBEAT_S)
-
-    def _snapshot_if_alive(self) -> WorkerSnapshot | None:
-        try:
-            return self._engine.snapshot()
-        except EngineDead:
-            return None
 
     async def __del__(self) -> None:
         # Serve calls and awaits this at the end of a replica, after its requests are done or timed out.

@@ -46,7 +46,7 @@ class OutputPiece:
 
 
 async def read_output(
-    events: AsyncIterator[TokenEvent],
+    events: TokenStream,
     text: TextModel,
     stop: Sequence[str],
     keep_special: Collection[int] = (),

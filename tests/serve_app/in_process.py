@@ -1,0 +1,185 @@
+"""The service without Ray: real dispatcher, HTTP layer and fake engines, all in the test's own process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from serve_app.deployments.backend import RouterBackend
+from serve_app.deployments.dispatch import DispatchConfig, Dispatcher
+from serve_app.deployments.engine_server import EngineServer
+from serve_app.deployments.protocol import ReplicaGone, StreamItem, WorkerReport
+from serve_app.http.backend import ServedModel
+from serve_app.http.errors import WorkerLost
+from serve_app.http.routes import create_app
+from serve_app.policies.coalescing import CoalescingConfig
+from serve_app.policies.placement import Placement, PlacementConfig
+from serve_app.text.chat_template import ChatTemplate
+from serve_app.text.tokenizer import load_text_model
+from worker.api import GenerateRequest
+from worker.config import WorkerConfig
+from worker.engines.fake import FakeEngine
+from worker.errors import Overloaded
+
+REPORT_S = 0.02
+
+
+class Call:
+    """One call of a fake worker; ``lost`` makes its next item the death of the worker."""
+
+    def __init__(self, items: AsyncIterator[StreamItem], replica: Replica) -> None:
+        self._items: Any = items
+        self._replica = replica
+
+    def __aiter__(self) -> Call:
+        return self
+
+    async def __anext__(self) -> StreamItem:
+        if self._replica.lost:
+            raise WorkerLost("killed by the test")
+        item: StreamItem = await anext(self._items)
+        if self._replica.lost:
+            raise WorkerLost("killed by the test")
+        return item
+
+    async def aclose(self) -> None:
+        await self._items.aclose()
+
+
+@dataclass
+class Replica:
+    """One worker: its engine, and how the test makes it misbehave."""
+
+    engine: FakeEngine
+    server: EngineServer
+    lost: bool = False
+    gone: bool = False
+    vetoes: int = 0
+    silent: bool = False
+    num_calls: int = 0
+
+    async def refuse(self) -> AsyncIterator[StreamItem]:
+        """A veto."""
+        from serve_app.deployments.protocol import Refused
+
+        yield Refused(Overloaded("vetoed by the test", 2.0), self.engine.snapshot())
+
+    async def hang(self) -> AsyncIterator[StreamItem]:
+        """A worker that never answers."""
+        await asyncio.sleep(3600)
+        yield  # type: ignore[misc]
+
+
+@dataclass
+class Cluster:
+    """Workers by replica id, a transport to them, and the application in front."""
+
+    replicas: dict[str, Replica]
+    dispatcher: Dispatcher
+    backend: RouterBackend
+    client: httpx.AsyncClient
+    reporting: set[str] = field(default_factory=set)
+
+    def num_live(self) -> int:
+        """Requests in all engines together."""
+        states = [replica.engine.snapshot() for replica in self.replicas.values()]
+        return sum(state.num_running + state.num_waiting for state in states)
+
+    async def settle(self, timeout_s: float = 3.0) -> int:
+        """Waits until no engine has a request; answers how many are left."""
+        for _ in range(int(timeout_s / 0.01)):
+            if not self.num_live():
+                break
+            await asyncio.sleep(0.01)
+        return self.num_live()
+
+
+class InProcessTransport:
+    """Calls replicas of this process."""
+
+    def __init__(self, replicas: dict[str, Replica]) -> None:
+        self._replicas = replicas
+
+    def start(self, replica_id: str, request: GenerateRequest) -> Call:
+        """Starts a call, as the pinned router would."""
+        replica = self._replicas[replica_id]
+        replica.num_calls += 1
+        if replica.gone:
+            return Call(_gone(replica_id), replica)
+        if replica.silent:
+            return Call(replica.hang(), replica)
+        if replica.vetoes:
+            replica.vetoes -= 1
+            return Call(replica.refuse(), replica)
+        return Call(replica.server.generate(request), replica)
+
+
+async def _gone(replica_id: str) -> AsyncIterator[StreamItem]:
+    raise ReplicaGone(replica_id)
+    yield  # type: ignore[unreachable]
+
+
+@asynccontextmanager
+async def running_cluster(
+    folder: Path,
+    *,
+    num_replicas: int = 1,
+    max_running: int = 8,
+    max_waiting: int = 1024,
+    max_queue: int = 64,
+    queue_timeout_s: float = 5.0,
+    accept_timeout_s: float = 5.0,
+    backlog: int = 0,
+    coalescing: CoalescingConfig | None = None,
+    report: bool = True,
+    wrap: Any = None,
+) -> AsyncIterator[Cluster]:
+    """A running service over ``folder``; its workers report every 20 ms."""
+    config = WorkerConfig(
+        model=str(folder), served_name="fake-model", engine="fake", max_running=max_running, max_waiting=max_waiting
+    )
+    pace = coalescing or CoalescingConfig(messages_per_s=1e9)
+    replicas = {}
+    for index in range(num_replicas):
+        engine = FakeEngine(config)
+        replicas[f"replica{index}"] = Replica(engine, EngineServer(engine, pace))
+    dispatcher = Dispatcher(
+        DispatchConfig(max_queue, queue_timeout_s, accept_timeout_s),
+        Placement(PlacementConfig(queue_share=backlog / max_running)),
+        InProcessTransport(replicas),
+    )
+    text = load_text_model(folder)
+    template = ChatTemplate(text.chat_template, text.names) if text.chat_template else None
+    backend = RouterBackend(ServedModel("fake-model", text, template, 0), dispatcher)
+    app = create_app(backend) if wrap is None else wrap(backend)
+    # An unhandled error must come back as the client sees it, a 500, and not fall through to the test.
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=30) as client:
+        cluster = Cluster(replicas, dispatcher, backend, client, set(replicas) if report else set())
+        tasks = [asyncio.create_task(_report(cluster)), asyncio.create_task(dispatcher.run())]
+        try:
+            yield cluster
+        finally:
+            for task in tasks:
+                task.cancel()
+            for replica in replicas.values():
+                replica.engine.close()
+
+
+async def _report(cluster: Cluster) -> None:
+    while True:
+        for name in list(cluster.reporting):
+            engine = cluster.replicas[name].engine
+            cluster.dispatcher.report(WorkerReport(name, engine.model, engine.snapshot()))
+        await asyncio.sleep(REPORT_S)
+
+
+def sse_chunks(body: str) -> Sequence[str]:
+    """The ``data:`` contents of an event stream, in order."""
+    return [block.removeprefix("data: ") for block in body.split("\n\n") if block.startswith("data: ")]

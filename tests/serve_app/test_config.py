@@ -1,0 +1,60 @@
+"""Options: typed, unknown ones refused by name, the environment as a fallback, and nothing of a worker forgotten."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+from pydantic import ValidationError
+
+from serve_app.config import AppArgs
+from worker.config import WorkerConfig
+
+
+def test_strings_from_a_command_line_become_values() -> None:
+    args = AppArgs.model_validate({"engine": "fake", "replicas": "2", "deterministic": "true", "split_ratio": "0.25"})
+    assert (args.replicas, args.deterministic, args.split_ratio) == (2, True, 0.25)
+
+
+def test_every_option_of_a_worker_is_an_option_here_with_the_same_default() -> None:
+    for entry in fields(WorkerConfig):
+        assert entry.name in AppArgs.model_fields, entry.name
+        if entry.name not in ("model", "served_name"):
+            assert AppArgs.model_fields[entry.name].default == entry.default, entry.name
+    config = AppArgs(model="/models/zebra/", max_running=3).worker_config()
+    assert (config.model, config.served_name, config.max_running) == ("/models/zebra/", "zebra", 3)
+
+
+def test_an_unknown_option_is_refused_with_the_nearest_known() -> None:
+    with pytest.raises(ValidationError, match="there is no option 'replica'; did you mean 'replicas'"):
+        AppArgs.model_validate({"engine": "fake", "replica": "2"})
+
+
+def test_all_problems_are_named_at_once() -> None:
+    with pytest.raises(ValidationError) as caught:
+        AppArgs.model_validate({"engine": "native", "dtype": "int3", "page_tokens": "3", "log_level": "loud"})
+    for word in ("model=", "dtype='int3'", "page_tokens=3", "log_level='loud'"):
+        assert word in str(caught.value)
+
+
+def test_the_environment_fills_what_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADROOM_MAX_QUEUE", "7")
+    monkeypatch.setenv("HEADROOM_REPLICAS", "3")
+    monkeypatch.setenv("HEADROOM_SOMETHING_ELSE", "x")
+    args = AppArgs.model_validate({"engine": "fake", "replicas": "2"})
+    assert (args.max_queue, args.replicas) == (7, 2)
+
+
+@pytest.mark.parametrize("module", ["serve_app", "serve_app.http.routes", "serve_app.deployments.backend"])
+def test_the_service_without_its_deployments_needs_neither_ray_nor_torch(module: str) -> None:
+    code = f"import {module}, sys; print([m for m in ('ray', 'torch', 'transformers') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_builder_starts_without_torch_and_transformers() -> None:
+    code = "import serve_app, sys; serve_app.app; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,196 @@
+"""A request's way through the Router: queue and its bound, vetoes, lost workers, clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve_app.policies.coalescing import CoalescingConfig
+from tests.helpers.tokenizers import scripted, write_model_folder
+from tests.serve_app.in_process import Cluster, running_cluster, sse_chunks
+
+USER = [{"role": "user", "content": "hello"}]
+CHAT = "/v1/chat/completions"
+ANSWER = "0123456789" * 4
+
+
+def served(folder: Path, use: Callable[[Cluster], Awaitable[Any]], **options: Any) -> Any:
+    """Runs ``use`` on a cluster; nothing may be left in engines, queue or ledger."""
+
+    async def run() -> Any:
+        async with running_cluster(folder, **options) as cluster:
+            result = await use(cluster)
+            assert await cluster.settle() == 0
+            assert cluster.dispatcher.num_open == 0
+            assert cluster.dispatcher.num_waiting == 0
+            return result
+
+    return asyncio.run(run())
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Path:
+    """Answers 40 tokens at 100 per second."""
+    return write_model_folder(tmp_path / "slow", script=scripted(ANSWER, tokens_per_s=100.0))
+
+
+@pytest.fixture
+def quick(tmp_path: Path) -> Path:
+    """Answers at once."""
+    return write_model_folder(tmp_path / "quick", script=scripted(ANSWER))
+
+
+async def ask(cluster: Cluster, **more: Any) -> Any:
+    return await cluster.client.post(CHAT, json={"messages": USER, **more})
+
+
+def test_past_the_queues_bound_the_answer_is_429_with_retry_after(slow: Path) -> None:
+    async def use(cluster: Cluster) -> None:
+        answers = await asyncio.gather(*(ask(cluster) for _ in range(12)))
+        codes = sorted(answer.status_code for answer in answers)
+        # Two run, four wait, the rest is refused at once.
+        assert codes == [200] * 6 + [429] * 6
+        refused = next(answer for answer in answers if answer.status_code == 429)
+        assert int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["code"] == "overloaded"
+
+    served(slow, use, max_running=2, max_queue=4)
+
+
+def test_the_queue_is_served_in_order(slow: Path) -> None:
+    async def use(cluster: Cluster) -> None:
+        done: list[int] = []
+
+        async def one(index: int) -> None:
+            await asyncio.sleep(index * 0.02)
+            await ask(cluster, max_tokens=10)
+            done.append(index)
+
+        await asyncio.gather(*(one(index) for index in range(6)))
+        assert done == sorted(done)
+
+    served(slow, use, max_running=1, max_queue=10)
+
+
+def test_a_request_that_waits_too_long_is_refused(slow: Path) -> None:
+    async def use(cluster: Cluster) -> None:
+        first, second = await asyncio.gather(ask(cluster), ask(cluster))
+        assert sorted([first.status_code, second.status_code]) == [200, 429]
+
+    served(slow, use, max_running=1, queue_timeout_s=0.2)
+
+
+def test_a_veto_sends_the_request_elsewhere(quick: Path) -> None:
+    async def use(cluster: Cluster) -> None:
+        for replica in cluster.replicas.values():
+            replica.vetoes = 1
+        assert (await ask(cluster)).status_code == 429  # both refused
+        cluster.replicas["replica0"].vetoes = 5
+        answers = [await ask(cluster) for _ in range(5)]
+        assert [answer.status_code for answer in answers] == [200] * 5
+        assert cluster.dispatcher.counts.retries.get("refused", 0) >= 1
+
+    served(quick, use, num_replicas=2)
+
+
+def test_the_veto_of_an_only_worker_is_a_429_with_its_retry_after(quick: Path) -> None:
+    async def use(cluster: Cluster) -> None:
+        cluster.replicas["replica0"].vetoes = 1
+        refused = await ask(cluster)
+        assert refused.status_code == 429
+        assert refused.headers["retry-after"] == "2"
+        assert (await ask(cluster)).status_code == 200
+
+    served(quick, use)
+
+
+@pytest.mark.parametrize("how", ["lost", "gone", "silent"])
+def test_a_worker_that_fails_before_the_first_token_costs_only_a_retry(quick: Path, how: str) -> None:
+    async def use(cluster: Cluster) -> None:
+        setattr(cluster.replicas["replica0"], how, True)
+        answers = await asyncio.gather(*(ask(cluster) for _ in range(6)))
+        assert [answer.status_code for answer in answers] == [200] * 6
+        assert {answer.json()["choices"][0]["message"]["content"] for answer in answers} == {ANSWER}
+        assert cluster.dispatcher.counts.retries["lost"] >= 1
+        setattr(cluster.replicas["replica0"], how, False)
+
+    served(quick, use, num_replicas=2, accept_timeout_s=0.3)
+
+
+def test_a_replica_that_is_taken_away_is_not_asked_again_at_once(quick: Path) -> None:
+    async def use(cluster: Cluster) -> None:
+        gone = cluster.replicas["replica0"]
+        gone.gone = True
+        for _ in range(10):
+            assert (await ask(cluster)).status_code == 200
+        assert gone.num_calls <= 1
+
+    served(quick, use, num_replicas=2)
+
+
+def test_the_loss_of_an_only_worker_is_a_503(quick: Path) -> None:
+    async def use(cluster: Cluster) -> None:
+        cluster.replicas["replica0"].lost = True
+        response = await ask(cluster)
+        assert response.status_code == 503
+        assert response.json()["error"]["type"] == "server_error"
+
+    served(quick, use)
+
+
+def test_a_worker_lost_in_mid_stream_ends_it_with_an_error_event(slow: Path) -> None:
+    async def use(cluster: Cluster) -> None:
+        async def kill() -> None:
+            await asyncio.sleep(0.1)
+            cluster.replicas["replica0"].lost = True
+
+        response, _ = await asyncio.gather(ask(cluster, stream=True), kill())
+        *chunks, end = sse_chunks(response.text)
+        assert end == "[DONE]"
+        assert json.loads(chunks[-1])["error"]["code"] == "worker_failed"
+
+    served(slow, use)
+
+
+def test_clients_that_leave_at_any_moment_leave_nothing_behind(slow: Path) -> None:
+    async def use(cluster: Cluster) -> None:
+        async def one(index: int) -> int:
+            asked = asyncio.create_task(ask(cluster, stream=index % 2 == 0, n=1 + index % 3))
+            if index % 3 == 0:
+                await asyncio.sleep(0.011 * index)
+                asked.cancel()
+                return 0
+            return int((await asked).status_code)
+
+        codes = await asyncio.gather(*(one(index) for index in range(32)))
+        assert codes.count(0) == 11
+        assert codes.count(200) == 21
+
+    served(slow, use, max_running=16, max_queue=200, num_replicas=2)
+
+
+def test_one_failing_choice_ends_the_others(quick: Path) -> None:
+    async def use(cluster: Cluster) -> None:
+        # Five choices, room for two and one in the queue: the request fails as a whole.
+        assert (await ask(cluster, n=5)).status_code == 429
+
+    served(quick, use, max_running=2, max_queue=1)
+
+
+def test_later_tokens_come_gathered_the_first_at_once(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path / "m", script=scripted("x" * 200, tokens_per_s=500.0))
+
+    async def use(cluster: Cluster) -> None:
+        response = await ask(cluster, stream=True)
+        texts = [json.loads(c)["choices"][0]["delta"].get("content", "") for c in sse_chunks(response.text)[:-1]]
+        assert texts[0] == "x"
+        assert "".join(texts) == "x" * 200
+        # 200 tokens in 0.4 s, gathered for 50 ms: about eight messages, and far from one a token.
+        assert 4 <= len(texts) <= 20
+
+    served(folder, use, coalescing=CoalescingConfig(messages_per_s=20.0, reserve=0.0, max_interval_s=0.05))

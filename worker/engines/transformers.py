@@ -315,10 +315,11 @@ def _load(config: WorkerConfig, device: torch.device, dtype: torch.dtype | str) 
         torch.set_num_threads(config.num_threads)
     try:
         if config.load == "random":
-            torch.manual_seed(config.seed)
             shape = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
             drawn = shape.dtype if dtype == "auto" else dtype
-            model = transformers.AutoModelForCausalLM.from_config(shape, dtype=drawn)  # type: ignore[no-untyped-call]
+            with torch.random.fork_rng():
+                torch.manual_seed(config.seed)
+                model = transformers.AutoModelForCausalLM.from_config(shape, dtype=drawn)  # type: ignore[no-untyped-call]
         else:
             model = transformers.AutoModelForCausalLM.from_pretrained(
                 folder, dtype=dtype, local_files_only=True

@@ -1,0 +1,195 @@
+"""The fake engine: scripts, pace, limits, the simulated arena, and failures."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from demo.tiny import write_tokenizer
+from worker.api import FinishReason, GenerateRequest, SamplingParams, TokenEvent
+from worker.config import WorkerConfig
+from worker.engines import ENGINES
+from worker.engines.fake import FakeEngine
+from worker.engines.fake_script import FakeScript
+from worker.errors import ConfigError, EngineDead, ModelLoadError, Overloaded, PromptTooLong
+
+
+def fake(options: dict[str, Any] | None = None, **script: Any) -> Any:
+    return closing(FakeEngine(WorkerConfig(**{"model": "fake", **(options or {})}), FakeScript(**script)))
+
+
+async def read(
+    engine: FakeEngine, name: str, prompt: tuple[int, ...] = (5, 6, 7), **sampling: Any
+) -> TokenEvent:
+    engine.submit(GenerateRequest(name, prompt, SamplingParams(**sampling)))
+    merged = TokenEvent(name)
+    async for event in engine.stream(name):
+        merged = merged.merged_with(event)
+    return merged
+
+
+def answer(engine: FakeEngine, **sampling: Any) -> tuple[int, ...]:
+    return asyncio.run(read(engine, "a", **sampling)).token_ids
+
+
+def test_each_output_follows_its_rule() -> None:
+    for script, expected in (
+        (FakeScript(output="echo"), (5, 6, 7, 5, 6)),
+        (FakeScript(output="count", vocab_size=10), (8, 9, 0, 1, 2)),
+        (FakeScript(output="script", token_ids=(3, 1)), (3, 1, 3, 1, 3)),
+    ):
+        with closing(FakeEngine(WorkerConfig(model="fake"), script)) as engine:
+            assert answer(engine, max_tokens=5) == expected
+
+
+def test_an_answer_of_scripted_length_ends_with_the_models_end_token() -> None:
+    with fake(answer_tokens=2, eos_token_ids=(9,)) as engine:
+        event = asyncio.run(read(engine, "a", max_tokens=10))
+        assert (event.token_ids, event.finish_reason, event.stop_token_id) == (
+            (5, 6, 9),
+            FinishReason.STOP,
+            9,
+        )
+        assert answer(engine, max_tokens=4, ignore_eos=True) == (5, 6, 7, 5)
+
+
+def test_the_folder_brings_the_script_and_the_vocabulary(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / "fake.json").write_text(json.dumps({"output": "script", "token_ids": [266, 12]}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [4, 2]}))
+    with closing(
+        ENGINES.load("fake")(WorkerConfig(model=str(tmp_path), engine="fake", max_model_len=99))
+    ) as engine:
+        assert answer(engine, max_tokens=3) == (266, 12, 266)
+        model = engine.model
+        assert (model.name, model.vocab_size, model.eos_token_ids) == (tmp_path.name, 267, (4, 2))
+        assert model.max_model_len == 99
+
+
+def test_a_script_with_mistakes_is_refused_with_all_of_them(tmp_path: Path) -> None:
+    (tmp_path / "fake.json").write_text('{"output": "sing", "tokens_per_s": -1, "first_token_s": "soon"}')
+    with pytest.raises(ConfigError) as caught:
+        FakeEngine(WorkerConfig(model=str(tmp_path)))
+    assert all(
+        word in str(caught.value) for word in ("output='sing'", "tokens_per_s=-1", "first_token_s='soon'")
+    )
+    (tmp_path / "fake.json").write_text('{"tokens_per_second": 3}')
+    with pytest.raises(ConfigError, match="unknown field 'tokens_per_second'"):
+        FakeEngine(WorkerConfig(model=str(tmp_path)))
+    (tmp_path / "fake.json").write_text("{")
+    with pytest.raises(ModelLoadError, match=r"fake\.json"):
+        FakeEngine(WorkerConfig(model=str(tmp_path)))
+
+
+def test_the_first_token_and_the_pace_are_as_scripted() -> None:
+    async def stamps(engine: FakeEngine) -> list[float]:
+        started = time.monotonic()
+        engine.submit(GenerateRequest("a", (1,) * 100, SamplingParams(max_tokens=5)))
+        return [time.monotonic() - started async for _ in engine.stream("a")]
+
+    with fake(first_token_s=0.1, prefill_tokens_per_s=1000.0, tokens_per_s=20.0) as engine:
+        first, *_, last = asyncio.run(stamps(engine))
+    assert 0.2 <= first < 1.0  # 0.1 s and 100 tokens at 1,000 a second
+    assert 0.4 <= last < 1.2  # four more at 20 a second, without drift
+
+
+def test_requests_beyond_the_batch_wait_their_turn() -> None:
+    async def both(engine: FakeEngine) -> tuple[TokenEvent, TokenEvent]:
+        reads = [asyncio.create_task(read(engine, name, max_tokens=10)) for name in ("a", "b")]
+        await asyncio.sleep(0.03)
+        assert (engine.snapshot().num_running, engine.snapshot().num_waiting) == (1, 1)
+        return tuple(await asyncio.gather(*reads))  # type: ignore[return-value]
+
+    with fake({"max_running": 1}, tokens_per_s=100.0) as engine:
+        first, second = asyncio.run(both(engine))
+        assert first.timeline is not None
+        assert second.timeline is not None
+        assert second.timeline.scheduled_s >= first.timeline.finished_s - 0.01
+        assert engine.snapshot().queue_wait_s > 0.02
+
+
+def test_a_full_arena_sends_the_latest_back_and_changes_no_token() -> None:
+    async def three(engine: FakeEngine) -> list[TokenEvent]:
+        reads = [read(engine, name, prompt=(1, 2, 3, int(name)), max_tokens=16) for name in "456"]
+        return list(await asyncio.gather(*reads))
+
+    with fake(tokens_per_s=500.0, bytes_per_token=10, arena_bytes=400) as engine:
+        events = asyncio.run(three(engine))
+        snapshot = engine.snapshot()
+    for event, number in zip(events, (4, 5, 6), strict=True):
+        assert event.token_ids == (1, 2, 3, number) * 4
+    assert snapshot.num_retractions >= 1
+    assert snapshot.retraction_rate > 0
+    retractions = [event.timeline.num_retractions for event in events if event.timeline]
+    assert sum(retractions) == snapshot.num_retractions
+    assert retractions[0] == 0, "the oldest request keeps its pages"
+    assert (snapshot.headroom.arena_bytes, snapshot.headroom.available_bytes) == (400, 400)
+
+
+def test_headroom_shrinks_while_a_request_runs_and_what_never_fits_is_refused() -> None:
+    async def running(engine: FakeEngine) -> None:
+        engine.submit(GenerateRequest("a", (1,) * 10, SamplingParams(max_tokens=20)))
+        events = engine.stream("a")
+        first = await anext(events)
+        headroom = engine.snapshot().headroom
+        assert headroom.kinds["full"].used_bytes >= 10 * (10 + first.num_generated)
+        assert headroom.available_bytes == 400 - headroom.kinds["full"].used_bytes
+        await events.aclose()
+
+    with fake(tokens_per_s=100.0, bytes_per_token=10, arena_bytes=400) as engine:
+        asyncio.run(running(engine))
+        with pytest.raises(PromptTooLong, match="needs 41 tokens, but the arena holds 40"):
+            engine.submit(GenerateRequest("b", (1,) * 30, SamplingParams(max_tokens=11)))
+
+
+def test_a_stall_is_noticed_and_a_slow_first_token_is_not_one() -> None:
+    async def wait(engine: FakeEngine) -> None:
+        engine.submit(GenerateRequest("a", (1,), SamplingParams(max_tokens=9)))
+        await asyncio.sleep(0.7)
+
+    with fake({"stall_timeout_s": 0.5}, stall_after_tokens=3) as engine:
+        asyncio.run(wait(engine))
+        with pytest.raises(EngineDead, match="not advanced"):
+            engine.check_health()
+        assert engine.snapshot().generated_tokens == 3
+        engine.abort("a")
+        engine.check_health()  # no work, no stall
+    with fake({"stall_timeout_s": 0.5}, first_token_s=5.0) as engine:
+        asyncio.run(wait(engine))
+        engine.check_health()
+
+
+def test_a_full_queue_is_refused_by_number() -> None:
+    with fake({"max_running": 1, "max_waiting": 1}, first_token_s=60.0) as engine:
+        engine.submit(GenerateRequest("a", (1,)))
+        time.sleep(0.05)
+        engine.submit(GenerateRequest("b", (1,)))
+        with pytest.raises(Overloaded, match="1 requests are waiting"):
+            engine.submit(GenerateRequest("c", (1,)))
+
+
+def test_a_thousand_streams_cost_little_and_keep_their_pace() -> None:
+    async def all_of_them(engine: FakeEngine) -> float:
+        started = time.monotonic()
+        await asyncio.gather(*(read(engine, f"r{n}", max_tokens=20) for n in range(1000)))
+        return time.monotonic() - started
+
+    with fake({"max_running": 1000}, tokens_per_s=20.0) as engine:
+        before = time.process_time()
+        took = asyncio.run(all_of_them(engine))
+        spent = time.process_time() - before
+    assert took < 3.0  # 19 gaps of 50 ms are 0.95 s
+    assert spent < 2.5, "20,000 tokens cost about 0.3 s here"
+
+
+def test_the_fake_engine_loads_no_torch() -> None:
+    code = "import sys, worker.engines.fake; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -39,7 +39,7 @@ def paged_decode(
 ) -> None:
     """One query per row against its own pages; see the face."""
     num_rows, num_heads, dim = query.shape
-    page_tokens, kv_heads = key_pages.shape[1], key_pages.shape[2]
+    kv_heads = key_pages.shape[2]
     group = num_heads // kv_heads
     # [n, kv_heads, page_tokens, dim] copies: only what is read, and free to be cleaned.
     key = key_pages.permute(0, 2, 1, 3).index_select(0, pages.page).to(query.dtype)

@@ -83,11 +83,12 @@ def delta_rule_chunks(
     num_chunks = sum(layout.active)
     query, key, value = (_to_chunks(x, layout, num_chunks) for x in (query, key, value))
     log_decay, beta = (_to_chunks(x.unsqueeze(-1), layout, num_chunks) for x in (log_decay, beta))
-    total = log_decay.cumsum(-2)  # [chunks, heads, 64, 1]
+    # Sums of strong decays run into the hundreds, and only their differences count: float32 would lose 1e-5 of them.
+    total = log_decay.double().cumsum(-2)  # [chunks, heads, 64, 1]
     causal = torch.ones(CHUNK_TOKENS, CHUNK_TOKENS, dtype=torch.bool, device=key.device).tril()
     # Differences above the diagonal are positive and would overflow: they are cut before exp.
-    ratio = (total - total.transpose(-1, -2)).masked_fill_(~causal, -torch.inf).exp_()
-    grown = total.exp()
+    ratio = (total - total.transpose(-1, -2)).masked_fill_(~causal, -torch.inf).float().exp_()
+    grown = total.float().exp_()
     key_beta = key * beta
     # (I + A) [U | W] = [beta v | beta exp(total) k], A strictly lower: the within-chunk corrections at once.
     lower = torch.matmul(key_beta, key.transpose(-1, -2)).mul_(ratio)
@@ -96,7 +97,7 @@ def delta_rule_chunks(
     written, removed = solved.split([value.shape[-1], key.shape[-1]], -1)
     inner = torch.matmul(query, key.transpose(-1, -2)).mul_(ratio)
     query = query * grown
-    key = key * (total[..., -1:, :] - total).exp_()
+    key = key * (total[..., -1:, :] - total).float().exp_()
     running_page = page.index_select(0, layout.order)
     running = state_pages.index_select(0, running_page)
     out = _over_chunks(query, key, written, removed, inner, grown[..., -1:, :], running, layout.active)

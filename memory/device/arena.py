@@ -54,7 +54,7 @@ class Arena:
             rows = grid[:, block.offset_bytes : block.offset_bytes + num_bytes]
             typed = rows.view(getattr(torch, block.row.dtype))
             entries = () if spec.kind is PageKind.STATE else (spec.page_tokens,)
-            views[block.layer, block.row.name] = typed.unflatten(1, (*entries, *block.row.shape))
+            views[block.layer, block.row.name] = typed.view(typed.shape[0], *entries, *block.row.shape)
         return views
 
     def apply(self, commands: StepCommands) -> None:

@@ -1,4 +1,4 @@
-"""Where a model's tensors come from: a checkpoint read by mmap, or a seed; and the check that they are what it needs."""
+"""Where a model's tensors come from: a checkpoint read by mmap, or a seed; and whether they are what it needs."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class AttentionLayer:
         turned = sizes.num_heads + sizes.num_kv_heads
         dim = sizes.head_dim
         inner = F.linear(x, weights.inner, weights.inner_bias)
-        heads = inner[:, : (turned + sizes.num_kv_heads) * dim].unflatten(1, (-1, dim))
+        heads = inner[:, : (turned + sizes.num_kv_heads) * dim].view(x.shape[0], -1, dim)
         query_key = heads[:, :turned]
         if weights.head_norm is not None:
             query_key = rms_norm(query_key, weights.head_norm, self._eps)

@@ -115,9 +115,9 @@ class DeltaNetLayer:
     def _heads(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q (scaled) and k L2-normed per head, v; float32."""
         sizes = self._sizes
-        wide = mixed.float()
+        wide, num_tokens = mixed.float(), mixed.shape[0]
         keys = 2 * sizes.num_key_heads * sizes.key_dim
-        normed = l2_norm(wide[:, :keys].unflatten(1, (-1, sizes.key_dim)))
+        normed = l2_norm(wide[:, :keys].view(num_tokens, -1, sizes.key_dim))
         query = normed[:, : sizes.num_key_heads] * sizes.key_dim**-0.5
-        value = wide[:, keys:].unflatten(1, (-1, sizes.value_dim))
+        value = wide[:, keys:].view(num_tokens, -1, sizes.value_dim)
         return query, normed[:, sizes.num_key_heads :], value

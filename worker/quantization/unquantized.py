@@ -42,7 +42,10 @@ class Unquantized:
     def block_layout(self, shape: ExpertShape) -> BlockLayout:
         """gate_up, down, then the biases."""
         hidden, inner = shape.hidden_size, shape.intermediate_size
-        parts = [("gate_up", (2 * inner, hidden), self.dtype), ("down", (hidden, inner), self.dtype)]
+        parts: list[tuple[str, tuple[int, ...], str]] = [
+            ("gate_up", (2 * inner, hidden), self.dtype),
+            ("down", (hidden, inner), self.dtype),
+        ]
         if shape.has_bias:
             parts += [("gate_up_bias", (2 * inner,), self.dtype), ("down_bias", (hidden,), self.dtype)]
         return layout_parts(parts, kernel=f"dense_{self.dtype}")

@@ -42,7 +42,8 @@ def _load_rows(
 def _decode_split(
     query, key, value, key_scale, value_scale, tables, first_page, kv_len, partial, stats,
     num_splits, max_pages, scale, window,
-    q_row, q_head, k_page, k_token, k_head, v_page, v_token, v_head, ks_page, ks_token, ks_head, vs_page, vs_token, vs_head,
+    q_row, q_head, k_page, k_token, k_head, v_page, v_token, v_head,
+    ks_page, ks_token, ks_head, vs_page, vs_token, vs_head,
     HAS_WINDOW: tl.constexpr, HAS_SCALE: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
@@ -157,7 +158,8 @@ def _decode_combine(
 def _prefill_tile(
     query, key, value, key_scale, value_scale, sinks, out, tables, first_page, kv_len, query_start, tile_row, tile_first,
     max_pages, scale, window,
-    q_row, q_head, o_row, o_head, k_page, k_token, k_head, v_page, v_token, v_head, ks_page, ks_token, ks_head, vs_page, vs_token, vs_head,
+    q_row, q_head, o_row, o_head, k_page, k_token, k_head, v_page, v_token, v_head,
+    ks_page, ks_token, ks_head, vs_page, vs_token, vs_head,
     HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SCALE: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
@@ -302,7 +304,8 @@ def paged_decode(
         num_warps=4, num_stages=3,
     )  # fmt: skip
     _decode_combine[(rows, heads)](
-        partial, stats, sinks if sinks is not None else stats, out, kv_len, splits, window or 0, out.stride(0), out.stride(1),
+        partial, stats, sinks if sinks is not None else stats, out, kv_len, splits, window or 0,
+        out.stride(0), out.stride(1),
         HAS_WINDOW=window is not None, HAS_SINKS=sinks is not None, SPLIT=split_tokens, GROUP=group, DIM=dim,
         num_warps=2,
     )  # fmt: skip

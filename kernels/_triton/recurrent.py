@@ -64,8 +64,8 @@ def delta_rule_step(
     block_v = min(32, triton.next_power_of_2(d_v))
     _delta_step[(rows, v_heads, triton.cdiv(d_v, block_v))](
         query, key, value, decay, beta, state_pages, page, out,
-        v_heads // k_heads, query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-        state_pages.stride(0), state_pages.stride(1), out.stride(0), out.stride(1), v_heads,
+        v_heads // k_heads, query.stride(0), query.stride(1), key.stride(0), key.stride(1),
+        value.stride(0), value.stride(1), state_pages.stride(0), state_pages.stride(1), out.stride(0), out.stride(1), v_heads,
         D_K=d_k, D_V=d_v, BLOCK_V=block_v, num_warps=4,
     )  # fmt: skip
     return out
@@ -113,6 +113,7 @@ def causal_conv_step(
     out = torch.empty(rows, channels, dtype=x.dtype, device=x.device)
     block = 256
     _conv_step[(rows, triton.cdiv(channels, block))](
-        x, weight, state_pages, page, out, channels, x.stride(0), state_pages.stride(0), WIDTH=weight.shape[0], BLOCK=block
+        x, weight, state_pages, page, out, channels, x.stride(0), state_pages.stride(0),
+        WIDTH=weight.shape[0], BLOCK=block,
     )  # fmt: skip
     return out

@@ -419,7 +419,8 @@ def test_a_dead_engine_ends_every_stream_with_its_error(kind: EngineKind) -> Non
     async def die(engine: Engine) -> None:
         for number in range(3):
             engine.submit(GenerateRequest(f"r{number}", PROMPT, ENDLESS))
-        lasts = [[event async for event in engine.stream(f"r{number}")][-1] for number in range(3)]
+        async with asyncio.timeout(10):
+            lasts = [[event async for event in engine.stream(f"r{number}")][-1] for number in range(3)]
         assert {event.finish_reason for event in lasts} == {FinishReason.ERROR}
         assert all("RuntimeError" in event.error for event in lasts)
         with pytest.raises(EngineDead, match="RuntimeError"):

@@ -1,0 +1,260 @@
+"""Plans which pages move where: urgently, to make room for a grant, or a few bytes a step to let bands retreat.
+
+A *sealed* page may be copied beside running steps; its table entry flips once the step that carried the copy has
+finished. Every other move happens on the compute stream between two steps, together with the table patch; its old
+bytes can be written again by that same step, but take no other move of the batch, which runs in no order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from memory.api import Move
+from memory.ledger.deferred import DeferredFrees
+from memory.ledger.extents import Layout
+from memory.ledger.page_pool import BOUND, FREE, TARGET, Anchor, PagePool
+from memory.ledger.page_table import MUTABLE, PageTable
+from memory.ledger.spans import Span, SpanSet, merged
+
+
+class Relocator:
+    """Moves of the open step, and copies of earlier steps that have not flipped yet.
+
+    Args:
+        layout, tables: what is rearranged, by group number.
+        deferred: takes the bytes of flipped pages.
+        move_budget_bytes: most bytes that :meth:`plan_moves` moves in a step.
+        urgent_budget_bytes: most bytes that grants of one step move together.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        tables: Sequence[PageTable],
+        deferred: DeferredFrees,
+        move_budget_bytes: int,
+        urgent_budget_bytes: int,
+    ) -> None:
+        self._layout = layout
+        self._pools: list[PagePool] = layout.pools
+        self._tables = tables
+        self._deferred = deferred
+        self.move_budget_bytes = move_budget_bytes
+        self.urgent_budget_bytes = urgent_budget_bytes
+        self.vacated = SpanSet()
+        """Bytes that this step's moves leave behind: no move of the batch may write them."""
+        self.copying: list[dict[int, tuple[int, int]]] = [{} for _ in self._pools]
+        """By group: virtual page -> (target, step that carries the copy)."""
+        self._vacated_before: list[tuple[int, list[Span]]] = []  # (step, bytes) of steps still in flight
+        self.fresh: list[set[int]] = [set() for _ in self._pools]
+        """By group: pages that the open step brought; nothing is in them yet, so they go elsewhere without a copy."""
+        self._moves: list[Move] = []
+        self._moved: list[set[int]] = [set() for _ in self._pools]
+        self._urgent_bytes = 0
+
+    # -- one page ------------------------------------------------------------------------------------------------
+
+    def movable(self, group: int, virtual: int) -> bool:
+        """Whether nothing holds the page where it is: no pin, no copy under way, no move in this step yet."""
+        return (
+            not self._tables[group].pins[virtual]
+            and virtual not in self.copying[group]
+            and virtual not in self._moved[group]
+        )
+
+    def moved(self, group: int, virtual: int) -> bool:
+        """Whether a move of the open step writes the page."""
+        return virtual in self._moved[group]
+
+    def move_now(self, group: int, page: int, target: int) -> None:
+        """Moves a page on the compute stream ahead of the open step."""
+        pool, table = self._pools[group], self._tables[group]
+        virtual = pool.owner[page]
+        pool.take_at(target, BOUND, virtual)
+        table.bind(virtual, target)
+        pool.free(page)
+        if virtual in self.fresh[group]:
+            return
+        low = pool.grid.address(page)
+        self.vacated.add(low, low + pool.page_bytes)
+        self._moved[group].add(virtual)
+        self._moves.append(Move(pool.spec.name, virtual, page, target, sealed=False))
+
+    def copy_beside(self, group: int, page: int, target: int, step: int) -> None:
+        """Copies a sealed page beside running steps; :meth:`flip` ends it."""
+        pool = self._pools[group]
+        virtual = pool.owner[page]
+        pool.take_at(target, TARGET, virtual)
+        self.copying[group][virtual] = (target, step)
+        self._moves.append(Move(pool.spec.name, virtual, page, target, sealed=True))
+
+    def flip(self, completed_step: int, committed_step: int) -> None:
+        """Points the pages whose copies are done at their new bytes; the old ones wait for ``committed_step``, the
+        last whose table named them. A page pinned meanwhile stays where its reader found it."""
+        for group, copying in enumerate(self.copying):
+            done = [(v, target) for v, (target, step) in copying.items() if step <= completed_step]
+            pool, table = self._pools[group], self._tables[group]
+            for virtual, target in done:
+                del copying[virtual]
+                if table.pins[virtual]:
+                    pool.free(target)
+                    continue
+                source = table.physical[virtual]
+                pool.settle(target)
+                table.bind(virtual, target)
+                pool.defer(source)
+                self._deferred.add(committed_step, group, source)
+
+    def abandon(self, group: int, virtual: int) -> int:
+        """A page ends while it is being copied: its target waits for the copy. Answers the copy's step, or -1."""
+        if virtual not in self.copying[group]:
+            return -1
+        target, step = self.copying[group].pop(virtual)
+        self._pools[group].defer(target)
+        self._deferred.add(step, group, target)
+        return step
+
+    def still_read(self, completed_step: int) -> list[Span]:
+        """Bytes that moves of the open step, or of steps in flight, leave behind: no copy beside the steps may write
+        them, and no expert."""
+        self._vacated_before = [entry for entry in self._vacated_before if entry[0] > completed_step]
+        return merged(
+            span for spans in [self.vacated.spans(), *(s for _, s in self._vacated_before)] for span in spans
+        )
+
+    def take_moves(self, step: int) -> tuple[Move, ...]:
+        """The open step's moves, once; the next step starts afresh."""
+        moves = tuple(self._moves)
+        if spans := self.vacated.spans():
+            self._vacated_before.append((step, spans))
+        self._moves.clear()
+        self.vacated.clear()
+        self._urgent_bytes = 0
+        for table, moved in zip(self._tables, self._moved, strict=True):
+            for virtual in moved:
+                table.last_step[virtual] = max(table.last_step[virtual], step)
+            moved.clear()
+        for fresh in self.fresh:
+            fresh.clear()
+        return moves
+
+    @property
+    def num_planned(self) -> int:
+        """Moves planned in the open step so far."""
+        return len(self._moves)
+
+    # -- urgent --------------------------------------------------------------------------------------------------
+
+    def vacate(self, group: int, high: bool, to_byte: int, keep_free: int) -> bool:
+        """Moves a band's edge (the high one, or the low one) to ``to_byte`` or beyond, now.
+
+        Pages in the way go to the band's holes, outermost first; a float that lacks holes grows at its other side.
+        ``keep_free`` free pages stay in the band. False: something in the way cannot move, or there is no room; with
+        the byte budget exhausted the edge goes only part of the way.
+        """
+        pool = self._pools[group]
+        if high:
+            edge = max(pool.first, min(pool.last, pool.grid.page_down(to_byte)))
+            region, rest = (edge, pool.last), (pool.first, edge)
+        else:
+            edge = min(pool.last, max(pool.first, pool.grid.page_up(to_byte)))
+            region, rest = (pool.first, edge), (edge, pool.last)
+        inward = range(region[1] - 1, region[0] - 1, -1) if high else range(*region)
+        movers = [page for page in inward if pool.state[page] != FREE]
+        if any(pool.state[p] != BOUND or not self.movable(group, pool.owner[p]) for p in movers):
+            return False
+        affordable = (self.urgent_budget_bytes - self._urgent_bytes) // pool.page_bytes
+        if self._urgent_bytes == 0:
+            affordable = max(1, affordable)  # a page larger than the budget must be able to move some day
+        whole = len(movers) <= affordable
+        if not whole:
+            movers = movers[:affordable]
+        targets = self._targets(pool, rest, len(movers), from_low=high)
+        lacking = max(len(movers) - len(targets), len(movers) + keep_free - pool.count_free(*rest))
+        if lacking > 0:
+            if pool.anchor is not Anchor.FLOAT or self._layout.room(group, not high) < lacking:
+                return False
+            rest = self._widen(pool, rest, lacking, up=not high)
+            targets = self._targets(pool, rest, len(movers), from_low=high)
+            if len(targets) < len(movers):
+                return False
+        for page, target in zip(movers, targets, strict=True):
+            self.move_now(group, page, target)
+        self._urgent_bytes += len(movers) * pool.page_bytes
+        if high:
+            pool.shrink_high(min(pool.free_at_high(), region[1] - region[0]))
+        else:
+            pool.shrink_low(min(pool.free_at_low(), region[1] - region[0]))
+        return whole
+
+    def _widen(self, pool: PagePool, rest: tuple[int, int], pages: int, up: bool) -> tuple[int, int]:
+        if up:
+            pool.grow_up(pages)
+            return rest[0], rest[1] + pages
+        pool.grow_down(pages)
+        return rest[0] - pages, rest[1]
+
+    def _targets(
+        self, pool: PagePool, span: tuple[int, int], count: int, from_low: bool, avoid: SpanSet | None = None
+    ) -> list[int]:
+        """Up to ``count`` free pages of ``span`` outside ``avoid``: the bytes that this step's moves leave behind."""
+        avoid = avoid or self.vacated
+        found: list[int] = []
+        low, high = span
+        while len(found) < count:
+            page = pool.find_free(low, high, from_low=from_low)
+            if page < 0:
+                break
+            if from_low:
+                low = page + 1
+            else:
+                high = page
+            address = pool.grid.address(page)
+            if not avoid.touches(address, address + pool.page_bytes):
+                found.append(page)
+        return found
+
+    # -- in the background ---------------------------------------------------------------------------------------
+
+    def plan_moves(
+        self, group: int, step: int, completed_step: int, keep_free: int, budget_bytes: int
+    ) -> int:
+        """Moves pages from a band's edge into its outermost holes until only ``keep_free`` holes would be left behind
+        the edge, or ``budget_bytes`` are spent; answers the bytes. Sealed pages are copied beside the steps."""
+        pool, table = self._pools[group], self._tables[group]
+        from_high = pool.anchor is not Anchor.HIGH
+        low, high = pool.first, pool.last
+        free, spent = pool.num_free, 0
+        avoid = SpanSet()
+        for span in self.still_read(completed_step):
+            avoid.add(*span)
+        while free > keep_free and spent + pool.page_bytes <= budget_bytes:
+            page = high - 1 if from_high else low
+            if page < low or page >= high:
+                break
+            if pool.state[page] == FREE:
+                free -= 1
+            elif pool.state[page] == BOUND and self.movable(group, virtual := pool.owner[page]):
+                inner = (low, page) if from_high else (page + 1, high)
+                targets = self._targets(pool, inner, 1, from_high, avoid)
+                if not targets:
+                    break
+                if table.sealed[virtual] != MUTABLE and table.sealed[virtual] - 1 <= completed_step:
+                    self.copy_beside(group, page, targets[0], step)
+                else:
+                    self.move_now(group, page, targets[0])
+                    address = pool.grid.address(page)
+                    avoid.add(address, address + pool.page_bytes)
+                spent += pool.page_bytes
+                free -= 1
+                if from_high:
+                    low = targets[0] + 1
+                else:
+                    high = targets[0]
+            else:
+                break
+            if from_high:
+                high -= 1
+            else:
+                low += 1
+        return spent

@@ -1,0 +1,130 @@
+"""Makes room for one joint ask over all groups, in three steps of rising cost: in place, compacted ends, moved floats.
+
+    1. holes; then bands grow into the gap and expert places there give way
+    2. the band next door gives up its edge: free pages at once, pages in use into its own holes
+    3. a float next door moves on, into room at its far side
+
+Evicting cached prefixes comes after all three: a move costs microseconds, a lost prefix its recomputation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from memory.ledger.book import PageBook
+from memory.ledger.cache import PrefixCache
+from memory.ledger.page_pool import Anchor
+
+_ATTEMPTS = 3
+"""Rounding to the grids of two bands and of the expert places can leave a push, or an eviction, a page short."""
+
+
+class RoomMaker:
+    """Rearranges extents until an ask fits; all or nothing as far as the ask goes (a changed layout is no harm)."""
+
+    def __init__(self, book: PageBook, cache: PrefixCache | None) -> None:
+        self._layout = book.layout
+        self._pools = book.pools
+        self._relocator = book.relocator
+        self._cache = cache
+
+    def make(self, need: Mapping[int, int]) -> bool:
+        """True: every group has ``need[group number]`` free pages now. False: there is no room without sending
+        somebody back; nothing is evicted where that could not be enough."""
+        if self.in_place(need) or self.by_moving(need):
+            return True
+        if self._cache is None:
+            return False
+        for extra in range(_ATTEMPTS):
+            order = self._eviction_order(need, self._cache.tree.evictable_bytes(), extra)
+            if order is None or not self._cache.evict(order):
+                return False
+            if self.in_place(need) or self.by_moving(need):
+                return True
+        return False
+
+    def lacking_bytes(self, need: Mapping[int, int]) -> int:
+        """Bytes that ``need`` (pages by group number) lacks even if every free byte could serve it; 0: it may fit."""
+        if self._layout.rigid:
+            return sum(
+                max(0, pages - self._pools[g].num_free) * self._pools[g].page_bytes
+                for g, pages in need.items()
+            )
+        free = self._layout.gap_bytes() + sum(pool.num_free * pool.page_bytes for pool in self._pools)
+        return max(0, sum(pages * self._pools[g].page_bytes for g, pages in need.items()) - free)
+
+    def in_place(self, need: Mapping[int, int]) -> bool:
+        """Step 1. True: every group has its pages free now."""
+        done = True
+        for group, pages in need.items():
+            lacking = pages - self._pools[group].num_free
+            if lacking > 0 and not self._layout.grow(group, lacking):
+                done = False
+        return done
+
+    def by_moving(self, need: Mapping[int, int]) -> bool:
+        """Steps 2 and 3."""
+        if self._layout.rigid or self.lacking_bytes(need):
+            return False
+        for group, pages in need.items():
+            lacking = pages - self._pools[group].num_free
+            if lacking > 0 and not self._push(group, lacking, need, depth=0):
+                return False
+        return self.in_place(need)
+
+    def _push(self, group: int, pages: int, need: Mapping[int, int], depth: int) -> bool:
+        """Makes ``pages`` of room beside a band and lets it grow into it."""
+        layout = self._layout
+        if layout.grow(group, pages):
+            return True
+        for up in layout.sides(group):
+            wanted = pages - (layout.room(group, not up) if len(layout.sides(group)) > 1 else 0)
+            self._clear(group, up, wanted, need, depth)
+            if layout.grow(group, pages):
+                return True
+        return False
+
+    def _clear(self, group: int, up: bool, pages: int, need: Mapping[int, int], depth: int) -> None:
+        """Pushes the neighbour's edge away until ``pages`` fit beside the band, as far as that goes."""
+        layout, pool = self._layout, self._pools[group]
+        for _ in range(_ATTEMPTS):
+            short = pages - layout.room(group, up)
+            other = layout.neighbour(group, up)
+            if short <= 0 or other < 0:
+                return
+            band = self._pools[other]
+            short_bytes = max(short * pool.page_bytes, 1)
+            edge = band.low_byte + short_bytes if up else band.high_byte - short_bytes
+            keep = need.get(other, 0)
+            if self._relocator.vacate(other, not up, edge, keep):
+                continue
+            if band.anchor is not Anchor.FLOAT or depth >= len(self._pools):
+                return
+            # The float has no room to move on: push what lies beyond it, then try once more.
+            moved = -(-short_bytes // band.page_bytes)
+            self._clear(other, up, moved, need, depth + 1)
+            if not self._relocator.vacate(other, not up, edge, keep):
+                return
+
+    def _eviction_order(
+        self, need: Mapping[int, int], evictable: Mapping[str, int], extra: int
+    ) -> dict[int, int] | None:
+        """Bytes by group to evict for ``need``, the asking groups' own pages first; None if it cannot be enough."""
+        pools = self._pools
+        mine = {group: evictable.get(pools[group].spec.name, 0) for group in range(len(pools))}
+        if self._layout.rigid:
+            short = {g: (pages - pools[g].num_free) * pools[g].page_bytes for g, pages in need.items()}
+            enough = all(num_bytes <= mine[g] for g, num_bytes in short.items())
+            return {g: num_bytes for g, num_bytes in short.items() if num_bytes > 0} if enough else None
+        lacking = self.lacking_bytes(need)
+        if lacking > sum(mine.values()):
+            return None
+        # Edges of grids and pages that cannot move eat some of what is freed: ask for a page more each round.
+        lacking += sum(pools[group].page_bytes for group in need) * (extra + 1)
+        order: dict[int, int] = {}
+        for group in [*need, *sorted(mine.keys() - need.keys(), key=lambda group: -mine[group])]:
+            share = min(lacking, mine[group])
+            if share > 0:
+                order[group] = share
+                lacking -= share
+        return order

@@ -232,15 +232,19 @@ class PrefixTree:
         """For the market: lets the cheapest of all kinds go, while worth less than ``below`` milliseconds per byte,
         until ``num_bytes`` are free in sum."""
         gone: dict[str, list[int]] = {name: [] for name in self._held}
+        limit = self._order.clock + below
         while sum(self._blocks.rules[name].page_bytes * len(ids) for name, ids in gone.items()) < num_bytes:
-            worth, queue = self._cheapest_queue()
-            if worth is None or worth >= below or not self._evict_head(queue, gone):
+            queue = self._cheapest_queue()
+            head = queue.cheapest()
+            if head is None or head[1] >= limit:
                 break
+            self._evict_head(queue, gone)
         return Evicted(_frozen(gone))
 
     def cheapest_worth(self) -> float | None:
         """Milliseconds per byte that the cheapest unit is still worth; None if nothing can be evicted."""
-        return self._cheapest_queue()[0]
+        head = self._cheapest_queue().cheapest()
+        return max(0.0, head[1] - self._order.clock) if head else None
 
     def audit(self) -> None:
         """Computes every count anew from the nodes; LedgerError on any difference."""
@@ -350,12 +354,10 @@ class PrefixTree:
                 raise LedgerError(f"prefix tree: {name} page {page} is held for other content already")
             held[page] = held.get(page, 0) + 1
 
-    def _cheapest_queue(self) -> tuple[float | None, GreedyDual]:
+    def _cheapest_queue(self) -> GreedyDual:
         leaf, bundle = self._order.leaves.cheapest(), self._order.bundles.cheapest()
-        queue, head = self._order.leaves, leaf
-        if leaf is None or (bundle is not None and bundle[1] < leaf[1]):
-            queue, head = self._order.bundles, bundle
-        return (max(0.0, head[1] - self._order.clock) if head else None), queue
+        first = leaf is not None and (bundle is None or leaf[1] <= bundle[1])
+        return self._order.leaves if first else self._order.bundles
 
     def _evict_head(self, queue: GreedyDual, gone: dict[str, list[int]]) -> bool:
         head = queue.cheapest()

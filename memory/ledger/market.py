@@ -1,0 +1,166 @@
+"""Whether the next bytes serve better as expert places or as kept prefixes: prices in, a decision out.
+
+Both sides carry one price: milliseconds saved per byte and second. For each side two estimates are made from running
+totals, and the higher one holds. What was lost lately and missed again (ghosts) shows what the side's next bytes
+would save; the average over what is held or missing stands in while ghosts are few.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+COLDEST_SHARE = 0.25
+"""What the coldest kept prefixes are taken to save, as a share of the average byte's. It only matters while nothing
+has been evicted; evicting what was worth more shows in the ghosts."""
+
+
+class Tilt(Enum):
+    """Which way bytes flow between prefixes and expert places."""
+
+    HOLD = "hold"
+    TO_EXPERTS = "to_experts"
+    TO_PREFIXES = "to_prefixes"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertReading:
+    """Running totals of the expert side, from the device's counters, and its size now.
+
+    Attributes:
+        misses: expert reads over the link so far.
+        ghost_hits: those of them whose expert had lately lost its place.
+        num_ghosts: experts remembered as having lost theirs.
+        num_places: usable places.
+        num_experts: routed experts of all layers.
+        place_bytes: bytes of a place.
+        miss_ms: time of one read over the link.
+    """
+
+    misses: int
+    ghost_hits: int
+    num_ghosts: int
+    num_places: int
+    num_experts: int
+    place_bytes: int
+    miss_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixReading:
+    """Running totals of the prefix tree: milliseconds its hits saved, milliseconds spent again on what it had
+    evicted, bytes evicted; and the bytes it holds now."""
+
+    saved_ms: float
+    ghost_ms: float
+    evicted_bytes: int
+    held_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Milliseconds saved per byte and second on either side, smoothed."""
+
+    expert: float = 0.0
+    prefix: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class MarketDecision:
+    """What to do in the coming steps.
+
+    ``evict_bytes``: prefix pages to let go in this step for the sake of expert places (0: none). ``spare_prefixes``:
+    a grant that lacks room should take it from expert places before evicting prefixes.
+    """
+
+    tilt: Tilt = Tilt.HOLD
+    evict_bytes: int = 0
+    spare_prefixes: bool = False
+
+
+class Market:
+    """Keeps the smoothed prices and the direction of flow.
+
+    Args:
+        bytes_per_s: how fast prefixes are let go at most while experts are worth more.
+        hysteresis: one side's price must be this many times the other's before bytes begin to flow; they stop when
+            the prices meet.
+        half_life_s: memory of the smoothing.
+    """
+
+    def __init__(self, bytes_per_s: float, hysteresis: float = 1.5, half_life_s: float = 4.0) -> None:
+        if bytes_per_s <= 0 or hysteresis < 1 or half_life_s <= 0:
+            raise ValueError("market needs bytes_per_s > 0, hysteresis >= 1 and half_life_s > 0")
+        self._bytes_per_s = bytes_per_s
+        self._hysteresis = hysteresis
+        self._half_life_s = half_life_s
+        self._tilt = Tilt.HOLD
+        self._prices: Prices | None = None
+        self._last: tuple[float, ExpertReading, PrefixReading] | None = None
+        self._ghost_bytes = 0.0
+        self._credit_bytes = 0.0
+
+    @property
+    def prices(self) -> Prices:
+        """The smoothed prices."""
+        return self._prices or Prices()
+
+    def step(self, now_s: float, experts: ExpertReading, prefixes: PrefixReading) -> MarketDecision:
+        """Takes both sides' totals at time ``now_s`` and answers what this step should do. Calls without time in
+        between answer as the one before, without further evictions."""
+        if self._last is None:
+            self._last = (now_s, experts, prefixes)
+            return MarketDecision()
+        elapsed = now_s - self._last[0]
+        if elapsed > 0:
+            self._smooth(elapsed, experts, prefixes)
+            self._last = (now_s, experts, prefixes)
+            self._tilt = self._next_tilt()
+            self._credit_bytes += self._bytes_per_s * elapsed
+        if self._tilt is not Tilt.TO_EXPERTS or experts.num_places >= experts.num_experts:
+            self._credit_bytes = 0.0
+            return MarketDecision(self._tilt, 0, self._tilt is Tilt.TO_PREFIXES)
+        evict = int(min(self._credit_bytes, prefixes.held_bytes))
+        self._credit_bytes = 0.0
+        return MarketDecision(self._tilt, evict)
+
+    def _smooth(self, elapsed: float, experts: ExpertReading, prefixes: PrefixReading) -> None:
+        assert self._last is not None
+        _, old_experts, old_prefixes = self._last
+        keep = 0.5 ** (elapsed / self._half_life_s)
+        # Evicted bytes are ghosts for about as long as the smoothing remembers.
+        self._ghost_bytes = self._ghost_bytes * keep + prefixes.evicted_bytes - old_prefixes.evicted_bytes
+        now = Prices(
+            _expert_price(elapsed, old_experts, experts),
+            _prefix_price(elapsed, old_prefixes, prefixes, self._ghost_bytes),
+        )
+        old = self._prices or now
+        self._prices = Prices(
+            old.expert * keep + now.expert * (1 - keep), old.prefix * keep + now.prefix * (1 - keep)
+        )
+
+    def _next_tilt(self) -> Tilt:
+        expert, prefix = self.prices.expert, self.prices.prefix
+        if self._tilt is Tilt.TO_EXPERTS and expert > prefix:
+            return Tilt.TO_EXPERTS
+        if self._tilt is Tilt.TO_PREFIXES and prefix > expert:
+            return Tilt.TO_PREFIXES
+        if expert > self._hysteresis * prefix:
+            return Tilt.TO_EXPERTS
+        if prefix > self._hysteresis * expert:
+            return Tilt.TO_PREFIXES
+        return Tilt.HOLD
+
+
+def _expert_price(elapsed: float, old: ExpertReading, new: ExpertReading) -> float:
+    saved_ms = new.miss_ms / elapsed / new.place_bytes
+    ghosts = (new.ghost_hits - old.ghost_hits) / new.num_ghosts if new.num_ghosts else 0.0
+    missing = new.num_experts - new.num_places
+    average = (new.misses - old.misses) / missing if missing > 0 else 0.0
+    return max(ghosts, average) * saved_ms
+
+
+def _prefix_price(elapsed: float, old: PrefixReading, new: PrefixReading, ghost_bytes: float) -> float:
+    ghosts = (new.ghost_ms - old.ghost_ms) / ghost_bytes if ghost_bytes > 0 else 0.0
+    average = (new.saved_ms - old.saved_ms) / new.held_bytes if new.held_bytes else 0.0
+    return max(ghosts, COLDEST_SHARE * average) / elapsed

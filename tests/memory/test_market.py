@@ -1,0 +1,122 @@
+"""The market between prefixes and expert places: which way bytes flow, when they stop, and that it settles."""
+
+from __future__ import annotations
+
+import pytest
+
+from memory.ledger.market import ExpertReading, Market, PrefixReading, Tilt
+
+PLACE = 5_000_000
+GIB = 1 << 30
+
+
+def experts(misses: float = 0, ghost_hits: float = 0, places: int = 1000) -> ExpertReading:
+    return ExpertReading(int(misses), int(ghost_hits), 100, places, 6144, PLACE, 0.1)
+
+
+def prefixes(saved: float = 0.0, ghost: float = 0.0, evicted: int = 0, held: int = 10 * GIB) -> PrefixReading:
+    return PrefixReading(saved, ghost, evicted, held)
+
+
+def test_price_is_milliseconds_per_byte_and_second() -> None:
+    market = Market(1e9)
+    market.step(0.0, experts(), prefixes())
+    market.step(2.0, experts(misses=51_440), prefixes(saved=2000.0))
+    # 51,440 misses in 2 s over 5,144 missing experts: 5 reads a second each, 0.1 ms a read, 5 MB a place.
+    assert market.prices.expert == pytest.approx(5 * 0.1 / PLACE)
+    assert market.prices.prefix == pytest.approx(0.25 * 1000.0 / (10 * GIB))
+
+
+def test_idle_prefixes_give_way_to_missing_experts_at_the_agreed_pace() -> None:
+    market = Market(bytes_per_s=4e9)
+    market.step(0.0, experts(), prefixes())
+    decision = market.step(0.01, experts(misses=1000), prefixes())
+    assert decision.tilt is Tilt.TO_EXPERTS
+    assert decision.evict_bytes == pytest.approx(4e7, rel=0.01)
+    assert market.step(0.01, experts(misses=1000), prefixes()).evict_bytes == 0  # no time has passed
+
+
+def test_nothing_moves_while_prices_are_close_and_flow_stops_where_they_meet() -> None:
+    market = Market(1e9, hysteresis=1.5, half_life_s=1e-9)
+    even = 0.25 * 1000 / (10 * GIB)  # the prefix side's price at 1,000 ms saved a second
+    misses_for = 5144 * PLACE / 0.1 * even
+
+    def step(second: int, ratio: float) -> Tilt:
+        market_misses[0] += ratio * misses_for
+        return market.step(
+            float(second), experts(misses=market_misses[0]), prefixes(saved=1000.0 * second)
+        ).tilt
+
+    market_misses = [0.0]
+    ratios = [1.0, 1.2, 1.4, 1.6, 1.2, 1.01, 0.99, 0.8, 0.7, 0.6, 0.9, 0.99, 1.01]
+    hold, to_experts, to_prefixes = Tilt.HOLD, Tilt.TO_EXPERTS, Tilt.TO_PREFIXES
+    assert [step(i, ratio) for i, ratio in enumerate(ratios)] == [
+        hold, hold, hold, to_experts, to_experts, to_experts, hold, hold, hold, to_prefixes, to_prefixes,
+        to_prefixes, hold,
+    ]  # fmt: skip
+
+
+def test_all_experts_resident_leave_prefixes_alone() -> None:
+    market = Market(1e9)
+    market.step(0.0, experts(), prefixes())
+    assert market.step(1.0, experts(misses=10_000, ghost_hits=5000, places=6144), prefixes()).evict_bytes == 0
+
+
+def test_evicting_what_is_needed_again_turns_the_flow() -> None:
+    market = Market(1e9, half_life_s=1.0)
+    market.step(0.0, experts(), prefixes())
+    assert market.step(1.0, experts(misses=1000), prefixes()).tilt is Tilt.TO_EXPERTS
+    # A gibibyte went and costs 4 s of computing a second.
+    decision = market.step(2.0, experts(misses=2000), prefixes(ghost=4000.0, evicted=GIB))
+    assert decision.tilt is Tilt.TO_PREFIXES
+    assert decision.spare_prefixes
+    assert decision.evict_bytes == 0
+
+
+def test_places_lost_and_missed_again_raise_the_price_above_the_average_miss() -> None:
+    market = Market(1e9)
+    market.step(0.0, experts(), prefixes())
+    market.step(1.0, experts(misses=2000, ghost_hits=1500), prefixes())
+    assert market.prices.expert == pytest.approx(15 * 0.1 / PLACE)
+
+
+def test_after_a_burst_places_come_back_within_thirty_seconds() -> None:
+    """A closed loop: 24 GB of prefixes that nobody asks for again stand where experts stood before the burst."""
+    market = Market(bytes_per_s=4e9)
+    before, held, now, misses = 5500, 24_000_000_000, 0.0, 0.0
+    places = before - held // PLACE
+    while now < 30.0:
+        misses += (6144 - places) * 0.02
+        decision = market.step(now, experts(misses=misses, places=places), prefixes(held=held))
+        freed = decision.evict_bytes // PLACE
+        held, places, now = held - freed * PLACE, places + freed, now + 0.02
+    assert places >= 0.95 * before
+
+
+def test_two_useful_sides_settle_instead_of_swinging() -> None:
+    """Diminishing returns on both sides: the split must stop moving, near where the prices meet."""
+    market = Market(bytes_per_s=2e9)
+    total, held = 30_000_000_000, 29_000_000_000
+    now = misses = saved = 0.0
+    history = []
+    for _ in range(6000):
+        places = (total - held) // PLACE
+        misses += 0.02 * 4000 * (1 - places / 6144) ** 2
+        saved += 0.02 * 1000 * (held / total) ** 0.5
+        decision = market.step(
+            now, experts(misses=misses, places=places), prefixes(saved=saved, held=max(1, held))
+        )
+        held -= decision.evict_bytes
+        if decision.spare_prefixes:
+            held = min(total - 500 * PLACE, held + 10_000_000)
+        history.append(held)
+        now += 0.02
+    last = history[-1500:]
+    assert (max(last) - min(last)) / total < 0.05
+    assert market.prices.expert == pytest.approx(market.prices.prefix, rel=0.6)
+
+
+def test_nonsense_settings_are_refused() -> None:
+    for settings in ({"bytes_per_s": 0.0}, {"bytes_per_s": 1.0, "hysteresis": 0.9}):
+        with pytest.raises(ValueError, match="market needs"):
+            Market(**settings)

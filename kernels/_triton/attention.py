@@ -156,8 +156,8 @@ def _decode_combine(
 
 @triton.jit
 def _prefill_tile(
-    query, key, value, key_scale, value_scale, sinks, out, tables, first_page, kv_len, query_start, tile_row, tile_first,
-    max_pages, scale, window,
+    query, key, value, key_scale, value_scale, sinks, out, tables, first_page, kv_len, query_start,
+    tile_row, tile_first, max_pages, scale, window,
     q_row, q_head, o_row, o_head, k_page, k_token, k_head, v_page, v_token, v_head,
     ks_page, ks_token, ks_head, vs_page, vs_token, vs_head,
     HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SCALE: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,

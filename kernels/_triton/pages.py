@@ -100,8 +100,8 @@ def write_kv(
     tokens, heads, dim = key.shape
     if key.stride() != value.stride() or key.stride(2) != 1:
         raise ValueError("key and value rows must have equal strides and a contiguous head dimension")
-    quantize = key_scales is not None and value_scales is not None
-    scales = key_scales.stride() if quantize else (0, 0, 0)
+    quantize = key_scales is not None
+    scales = (0, 0, 0) if key_scales is None else key_scales.stride()
     _write_kv[(tokens, heads)](
         key, value, key_pages, value_pages, key_scales if quantize else key, value_scales if quantize else key,
         page, offset, key.stride(0), key.stride(1), *key_pages.stride()[:3], *value_pages.stride()[:3], *scales,

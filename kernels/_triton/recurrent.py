@@ -65,7 +65,8 @@ def delta_rule_step(
     _delta_step[(rows, v_heads, triton.cdiv(d_v, block_v))](
         query, key, value, decay, beta, state_pages, page, out,
         v_heads // k_heads, query.stride(0), query.stride(1), key.stride(0), key.stride(1),
-        value.stride(0), value.stride(1), state_pages.stride(0), state_pages.stride(1), out.stride(0), out.stride(1), v_heads,
+        value.stride(0), value.stride(1), state_pages.stride(0), state_pages.stride(1),
+        out.stride(0), out.stride(1), v_heads,
         D_K=d_k, D_V=d_v, BLOCK_V=block_v, num_warps=4,
     )  # fmt: skip
     return out

@@ -26,9 +26,9 @@ from worker.config import WorkerConfig
 from worker.engines.checks import check_token_ids
 from worker.engines.counters import EngineCounters, QueueState
 from worker.engines.fake_script import FakeScript, TokenSource, read_script
-from worker.engines.folder import read_model_info
 from worker.engines.streams import EventReader, EventStreams
 from worker.errors import EngineDead, InvalidRequest, Overloaded, PromptTooLong
+from worker.model_folder import read_model_info
 
 DRAIN_POLL_S = 0.01
 LONGEST_SLEEP_S = 0.25

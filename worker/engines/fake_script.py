@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from worker.api import FinishReason, GenerateRequest, ModelInfo, TokenLogprobs
-from worker.engines.folder import read_json
 from worker.errors import ConfigError
+from worker.model_folder import read_json
 
 SCRIPT_FILE = "fake.json"
 OUTPUTS = ("echo", "count", "script", "random")

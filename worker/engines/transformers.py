@@ -31,10 +31,10 @@ from worker.api import (
 from worker.config import WorkerConfig
 from worker.engines.checks import check_token_ids
 from worker.engines.counters import EngineCounters, QueueState
-from worker.engines.folder import read_model_info
 from worker.engines.plain_sampling import choose_token, token_logprobs
 from worker.engines.streams import EventReader, EventStreams
 from worker.errors import ConfigError, EngineDead, InvalidRequest, ModelLoadError, Overloaded, PromptTooLong
+from worker.model_folder import read_model_info
 from worker.models.transformers_window import apply_attention_windows
 
 DRAIN_POLL_S = 0.01

@@ -1,0 +1,298 @@
+"""Grouped expert products through the address table: weights are read from wherever the table points.
+
+A program owns a tile of one expert's output rows and loops over all of that expert's tokens, so a weight tile crosses
+the link at most once per launch when it fits the loop's tile of tokens. An address may lie in the arena or in mapped
+host memory: the arithmetic is the same, and so is the result.
+
+Rows of a block are read along the contraction; gate and up tiles are read apart, so no tile straddles the two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+DENSE, FP8_BLOCK, INT4, MXFP4 = 0, 1, 2, 3
+SILU, CLAMPED_SWIGLU = 0, 1
+FP8_BLOCK_SIZE = 128
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFormat:
+    """Where an expert's parts lie in its block, in bytes; -1 for a part it lacks.
+
+    ``kind`` is DENSE (dtype of the activations), FP8_BLOCK (e4m3 with float32 scales of 128 x 128, gate and up with
+    grids of their own), INT4 (low nibble is the even element; value = (q - zero) * scale, zero 8 where there are no
+    zero points) or MXFP4. ``group`` is the number of inputs that share a scale, for INT4 and MXFP4.
+    """
+
+    kind: int
+    gate_up: int
+    down: int
+    gate_scales: int = -1
+    up_scales: int = -1
+    down_scales: int = -1
+    gate_up_zeros: int = -1
+    down_zeros: int = -1
+    gate_up_bias: int = -1
+    down_bias: int = -1
+    group: int = 1
+
+
+@triton.jit
+def _dense_tile(address, row, column, row_ok, column_ok, width, like):
+    at = address.to(tl.pointer_type(like.dtype.element_ty)) + row[:, None] * width + column[None, :]
+    return tl.load(at, mask=row_ok[:, None] & column_ok[None, :], other=0.0)
+
+
+@triton.jit
+def _fp8_tile(address, scales, row, column, row_ok, column_ok, width, like, SIDE: tl.constexpr):
+    at = address.to(tl.pointer_type(tl.float8e4nv)) + row[:, None] * width + column[None, :]
+    mask = row_ok[:, None] & column_ok[None, :]
+    value = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    grid_width = tl.cdiv(width, SIDE)
+    cell = (
+        scales.to(tl.pointer_type(tl.float32))
+        + (row // SIDE)[:, None] * grid_width
+        + (column // SIDE)[None, :]
+    )
+    return (value * tl.load(cell, mask=mask, other=0.0)).to(like.dtype.element_ty)
+
+
+@triton.jit
+def _nibble_tiles(
+    address, scales, zeros, row, pair, row_ok, pair_ok, width, like,
+    GROUP: tl.constexpr, IS_MXFP4: tl.constexpr, HAS_ZEROS: tl.constexpr,
+):  # fmt: skip
+    """Even and odd columns of a tile: a byte holds two neighbours along the contraction."""
+    mask = row_ok[:, None] & pair_ok[None, :]
+    at = address.to(tl.pointer_type(tl.uint8)) + row[:, None] * (width // 2) + pair[None, :]
+    packed = tl.load(at, mask=mask, other=0)
+    low = (packed & 0x0F).to(tl.int32)
+    high = (packed >> 4).to(tl.int32)
+    cell = row[:, None] * (width // GROUP) + (pair * 2 // GROUP)[None, :]
+    if IS_MXFP4:
+        exponent = tl.load(scales.to(tl.pointer_type(tl.uint8)) + cell, mask=mask, other=0).to(tl.float32)
+        scale = tl.exp2(exponent - 127.0)
+        even = _e2m1(low) * scale
+        odd = _e2m1(high) * scale
+    else:
+        scale = tl.load(scales.to(tl.pointer_type(tl.float16)) + cell, mask=mask, other=0.0).to(tl.float32)
+        zero = 8
+        if HAS_ZEROS:
+            zero = tl.load(zeros.to(tl.pointer_type(tl.uint8)) + cell, mask=mask, other=0).to(tl.int32)
+        even = (low - zero).to(tl.float32) * scale
+        odd = (high - zero).to(tl.float32) * scale
+    return even.to(like.dtype.element_ty), odd.to(like.dtype.element_ty)
+
+
+@triton.jit
+def _e2m1(code):
+    size = code & 7
+    magnitude = tl.where(
+        size < 2, size * 0.5, (1.0 + (size & 1) * 0.5) * tl.exp2((size >> 1).to(tl.float32) - 1.0)
+    )
+    return tl.where(code >= 8, -magnitude, magnitude)
+
+
+@triton.jit
+def _accumulate(
+    acc, inputs, token_row, token_ok, address, scales, zeros, row, row_ok, width, stride,
+    KIND: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, SIDE: tl.constexpr, BLOCK_IN: tl.constexpr,
+):  # fmt: skip
+    """acc [tokens, rows] += inputs[token_row] @ weight[row]^T over the whole contraction, in a fixed order."""
+    if KIND < 2:
+        for start in range(0, width, BLOCK_IN):
+            column = start + tl.arange(0, BLOCK_IN)
+            column_ok = column < width
+            mask = token_ok[:, None] & column_ok[None, :]
+            x = tl.load(inputs + token_row[:, None] * stride + column[None, :], mask=mask, other=0.0)
+            if KIND == 0:
+                w = _dense_tile(address, row, column, row_ok, column_ok, width, inputs)
+            else:
+                w = _fp8_tile(address, scales, row, column, row_ok, column_ok, width, inputs, SIDE)
+            acc += tl.dot(x, tl.trans(w), input_precision="ieee")
+    else:
+        for start in range(0, width // 2, BLOCK_IN // 2):
+            pair = start + tl.arange(0, BLOCK_IN // 2)
+            pair_ok = pair < width // 2
+            mask = token_ok[:, None] & pair_ok[None, :]
+            x_even = tl.load(inputs + token_row[:, None] * stride + 2 * pair[None, :], mask=mask, other=0.0)
+            x_odd = tl.load(
+                inputs + token_row[:, None] * stride + 2 * pair[None, :] + 1, mask=mask, other=0.0
+            )
+            even, odd = _nibble_tiles(
+                address, scales, zeros, row, pair, row_ok, pair_ok, width, inputs, GROUP, KIND == 3, HAS_ZEROS
+            )
+            acc += tl.dot(x_even, tl.trans(even), input_precision="ieee")
+            acc += tl.dot(x_odd, tl.trans(odd), input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _gate_up(
+    x, hidden, table, order, starts, experts_per_token, inner, width, x_stride, limit, alpha,
+    gate_up, gate_scales, up_scales, zeros, bias,
+    KIND: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, SIDE: tl.constexpr,
+    ACTIVATION: tl.constexpr, ROW_BYTES_NUM: tl.constexpr, ROW_BYTES_DEN: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
+):  # fmt: skip
+    expert = tl.program_id(0)
+    first = tl.load(starts + expert)
+    last = tl.load(starts + expert + 1)
+    if first == last:
+        return
+    base = tl.load(table + expert)
+    row = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    row_ok = row < inner
+    up_base = base + gate_up + inner.to(tl.int64) * width * ROW_BYTES_NUM // ROW_BYTES_DEN
+    groups = width // GROUP
+    scale_bytes = 1 if KIND == 3 else 2
+    for chunk in range(tl.program_id(2), tl.cdiv(last - first, BLOCK_T), tl.num_programs(2)):
+        place = first + chunk * BLOCK_T + tl.arange(0, BLOCK_T)
+        token_ok = place < last
+        token = (tl.load(order + place, mask=token_ok, other=0) // experts_per_token).to(tl.int64)
+        acc = tl.zeros([BLOCK_T, BLOCK_OUT], tl.float32)
+        gate = _accumulate(
+            acc, x, token, token_ok, base + gate_up, base + gate_scales, base + zeros, row, row_ok, width, x_stride,
+            KIND, GROUP, HAS_ZEROS, SIDE, BLOCK_IN,
+        )  # fmt: skip
+        acc = tl.zeros([BLOCK_T, BLOCK_OUT], tl.float32)
+        up_scale_at = base + up_scales
+        up_zero_at = base + zeros
+        if KIND >= 2:
+            up_scale_at = base + gate_scales + inner.to(tl.int64) * groups * scale_bytes
+            up_zero_at = base + zeros + inner.to(tl.int64) * groups
+        up = _accumulate(
+            acc, x, token, token_ok, up_base, up_scale_at, up_zero_at, row, row_ok, width, x_stride,
+            KIND, GROUP, HAS_ZEROS, SIDE, BLOCK_IN,
+        )  # fmt: skip
+        if HAS_BIAS:
+            biases = (base + bias).to(tl.pointer_type(tl.bfloat16))
+            gate += tl.load(biases + row, mask=row_ok, other=0.0).to(tl.float32)[None, :]
+            up += tl.load(biases + inner + row, mask=row_ok, other=0.0).to(tl.float32)[None, :]
+        if ACTIVATION == 0:
+            result = gate * tl.sigmoid(gate) * up
+        else:
+            gate = tl.minimum(gate, limit)
+            up = tl.minimum(tl.maximum(up, -limit), limit)
+            result = (up + 1.0) * gate * tl.sigmoid(alpha * gate)
+        tl.store(
+            hidden + place.to(tl.int64)[:, None] * inner + row[None, :],
+            result.to(hidden.dtype.element_ty),
+            mask=token_ok[:, None] & row_ok[None, :],
+        )
+
+
+@triton.jit
+def _down(
+    hidden, partial, table, order, starts, inner, width, down, scales, zeros, bias,
+    KIND: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, SIDE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
+):  # fmt: skip
+    expert = tl.program_id(0)
+    first = tl.load(starts + expert)
+    last = tl.load(starts + expert + 1)
+    if first == last:
+        return
+    base = tl.load(table + expert)
+    row = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    row_ok = row < width
+    for chunk in range(tl.program_id(2), tl.cdiv(last - first, BLOCK_T), tl.num_programs(2)):
+        place = first + chunk * BLOCK_T + tl.arange(0, BLOCK_T)
+        token_ok = place < last
+        acc = tl.zeros([BLOCK_T, BLOCK_OUT], tl.float32)
+        acc = _accumulate(
+            acc, hidden, place.to(tl.int64), token_ok, base + down, base + scales, base + zeros, row, row_ok, inner,
+            inner, KIND, GROUP, HAS_ZEROS, SIDE, BLOCK_IN,
+        )  # fmt: skip
+        if HAS_BIAS:
+            biases = (base + bias).to(tl.pointer_type(tl.bfloat16))
+            acc += tl.load(biases + row, mask=row_ok, other=0.0).to(tl.float32)[None, :]
+        pair = tl.load(order + place, mask=token_ok, other=0).to(tl.int64)
+        tl.store(
+            partial + pair[:, None] * width + row[None, :], acc, mask=token_ok[:, None] & row_ok[None, :]
+        )
+
+
+@triton.jit
+def _combine(partial, weights, experts, out, experts_per_token, width, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    total = tl.zeros([BLOCK], tl.float32)
+    for choice in range(0, experts_per_token):
+        pair = token * experts_per_token + choice
+        value = tl.load(partial + pair * width + column, mask=inside, other=0.0)
+        # A pair without an expert (a padding row) has no row in `partial`: what lies there may be NaN.
+        total += tl.where(tl.load(experts + pair) >= 0, tl.load(weights + pair) * value, 0.0)
+    tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+def group_pairs(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(token, choice) pairs sorted by expert, without a host sync.
+
+    Args:
+        experts: [tokens, experts_per_token] int64, -1 in padding rows.
+
+    Returns:
+        order [pairs] int64, pair numbers by expert and then by token, padding last; starts [num_experts + 1] int64.
+    """
+    flat = experts.flatten()
+    keys = torch.where(flat < 0, num_experts, flat)
+    ordered, order = torch.sort(keys, stable=True)
+    bounds = torch.arange(num_experts + 1, device=experts.device, dtype=ordered.dtype)
+    return order, torch.searchsorted(ordered, bounds)
+
+
+def run_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    table: torch.Tensor,
+    block: BlockFormat,
+    inner: int,
+    activation: int = SILU,
+    limit: float = 7.0,
+    alpha: float = 1.702,
+) -> torch.Tensor:
+    """``sum over a token's experts of weight * (down @ act(gate @ x, up @ x) + bias)``, in the order of the choices.
+
+    Args:
+        x: [tokens, H] contiguous; H and I even for INT4 and multiples of ``block.group`` for INT4 and MXFP4.
+        weights: [tokens, experts_per_token] float32; experts: the same shape, int64, -1 in padding rows.
+        table: [num_experts] int64 addresses of the layer's blocks, 128-byte aligned.
+        block: where a block's parts are. inner: I.
+
+    Returns:
+        [tokens, H] in x's dtype; padding rows are zero.
+    """
+    tokens, width = x.shape
+    per_token, num_experts = experts.shape[1], table.shape[0]
+    order, starts = group_pairs(experts, num_experts)
+    hidden = torch.empty(tokens * per_token, inner, dtype=x.dtype, device=x.device)
+    partial = torch.empty(tokens * per_token, width, dtype=torch.float32, device=x.device)
+    out = torch.empty_like(x)
+    block_t = 16 if tokens <= 64 else 64
+    # Decode: one program loops over an expert's tokens. Prefill: programs share them.
+    sharing = 1 if tokens <= 64 else triton.cdiv(tokens, 4 * block_t)
+    bits = {DENSE: x.element_size() * 8, FP8_BLOCK: 8, INT4: 4, MXFP4: 4}[block.kind]
+    shared = {
+        "KIND": block.kind, "GROUP": block.group, "SIDE": FP8_BLOCK_SIZE, "BLOCK_T": block_t, "BLOCK_OUT": 64,
+        "BLOCK_IN": 128, "num_warps": 4, "num_stages": 3,
+    }  # fmt: skip
+    _gate_up[(num_experts, triton.cdiv(inner, 64), sharing)](
+        x, hidden, table, order, starts, per_token, inner, width, x.stride(0), limit, alpha,
+        block.gate_up, block.gate_scales, block.up_scales, block.gate_up_zeros, block.gate_up_bias,
+        HAS_ZEROS=block.gate_up_zeros >= 0, HAS_BIAS=block.gate_up_bias >= 0, ACTIVATION=activation,
+        ROW_BYTES_NUM=bits, ROW_BYTES_DEN=8, **shared,
+    )  # fmt: skip
+    _down[(num_experts, triton.cdiv(width, 64), sharing)](
+        hidden, partial, table, order, starts, inner, width, block.down, block.down_scales, block.down_zeros,
+        block.down_bias, HAS_ZEROS=block.down_zeros >= 0, HAS_BIAS=block.down_bias >= 0, **shared,
+    )  # fmt: skip
+    _combine[(tokens, triton.cdiv(width, 512))](partial, weights, experts, out, per_token, width, BLOCK=512)
+    return out

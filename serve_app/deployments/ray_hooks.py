@@ -113,13 +113,14 @@ class Broadcast:
         self._timeout_s = timeout_s
         self._handle: DeploymentHandle[Any] | None = None
 
-    async def send(self, value: Any) -> None:
-        """Sends ``value``; receivers that fail or are late are no error, as the next push follows."""
+    async def send(self, value: Any) -> bool:
+        """Sends ``value``; False if there was nobody to take it. Receivers that fail are no error: the next push
+        follows."""
         if self._handle is None:
             self._handle = serve.get_deployment_handle(self._deployment, serve.get_replica_context().app_name)
         response = self._handle.broadcast(self._method, value)
         try:
             await response.results_async(timeout_s=self._timeout_s, return_exceptions=True)
         except (DeploymentUnavailableError, TimeoutError):
-            # No replica runs yet, or any more.
-            return
+            return False
+        return True

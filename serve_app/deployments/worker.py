@@ -84,8 +84,8 @@ class Worker:
                 key = _what_matters(snapshot)
                 if key == last_key and time.monotonic() - last_s < HEARTBEAT_S:
                     continue
-                await routers.send(WorkerReport(replica_id, self._engine.model, snapshot))
-                last_key, last_s = key, time.monotonic()
+                if await routers.send(WorkerReport(replica_id, self._engine.model, snapshot)):
+                    last_key, last_s = key, time.monotonic()
             except Exception:
                 logger.exception("a report could not be sent")
                 await asyncio.sleep(HEARTBEAT_S)

@@ -142,7 +142,11 @@ async def running_cluster(
 ) -> AsyncIterator[Cluster]:
     """A running service over ``folder``; its workers report every 20 ms."""
     config = WorkerConfig(
-        model=str(folder), served_name="fake-model", engine="fake", max_running=max_running, max_waiting=max_waiting
+        model=str(folder),
+        served_name="fake-model",
+        engine="fake",
+        max_running=max_running,
+        max_waiting=max_waiting,
     )
     pace = coalescing or CoalescingConfig(messages_per_s=1e9)
     replicas = {}

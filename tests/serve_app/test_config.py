@@ -14,7 +14,9 @@ from worker.config import WorkerConfig
 
 
 def test_strings_from_a_command_line_become_values() -> None:
-    args = AppArgs.model_validate({"engine": "fake", "replicas": "2", "deterministic": "true", "split_ratio": "0.25"})
+    args = AppArgs.model_validate(
+        {"engine": "fake", "replicas": "2", "deterministic": "true", "split_ratio": "0.25"}
+    )
     assert (args.replicas, args.deterministic, args.split_ratio) == (2, True, 0.25)
 
 

@@ -221,7 +221,9 @@ def test_a_malformed_field_is_named(folder: Path, body: dict[str, Any], param: s
 
 def test_parts_that_are_no_text_are_named(folder: Path) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:,"}}
-    response = post(folder, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, image]}]})
+    response = post(
+        folder, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, image]}]}
+    )
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "messages.0.content.1"
 
@@ -273,8 +275,26 @@ def test_an_answer_without_a_limit_may_fill_what_the_arena_holds(tmp_path: Path)
 
 
 def test_null_fields_and_parts_are_accepted(folder: Path) -> None:
-    fields = ["temperature", "top_p", "n", "stop", "max_tokens", "seed", "logit_bias", "stream", "user", "logprobs"]
-    fields += ["top_logprobs", "stream_options", "presence_penalty", "frequency_penalty", "metadata", "cache_salt"]
+    fields = [
+        "temperature",
+        "top_p",
+        "n",
+        "stop",
+        "max_tokens",
+        "seed",
+        "logit_bias",
+        "stream",
+        "user",
+        "logprobs",
+    ]
+    fields += [
+        "top_logprobs",
+        "stream_options",
+        "presence_penalty",
+        "frequency_penalty",
+        "metadata",
+        "cache_salt",
+    ]
     content = [{"type": "text", "text": "Say "}, {"type": "text", "text": "something."}]
     messages = [{"role": "user", "content": content, "name": None, "tool_calls": None}]
     body = post(folder, {"messages": messages, **dict.fromkeys(fields)}).json()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -41,7 +42,7 @@ def test_any_split_of_the_tokens_gives_the_same_text(text: str, stops: list[str]
     edges = sorted({0, len(token_ids), *(cut for cut in cuts if cut < len(token_ids))})
     decoder = Detokenizer(BYTES, stops)
     out, counted, stopped = "", 0, None
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in pairwise(edges):
         step = decoder.push(token_ids[start:end])
         out, counted, stopped = out + step.text, counted + step.num_tokens, step.stop
         if stopped is not None:

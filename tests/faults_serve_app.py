@@ -1,0 +1,82 @@
+"""Planted faults of the service: queue, retries, aborts, text."""
+
+from __future__ import annotations
+
+from tests.faults import Fault
+
+HTTP = "tests/serve_app/test_http.py"
+DISPATCH = "tests/serve_app/test_dispatch.py"
+TEXT = "tests/serve_app/test_text.py"
+
+FAULTS = [
+    Fault(
+        "a client that leaves does not abort its request",
+        "serve_app.deployments.engine_server",
+        old='            self.engine.abort(request.request_id)\n            await cast("Any", events).aclose()',
+        new="            pass",
+        tests=(f"{DISPATCH}::test_clients_that_leave_at_any_moment_leave_nothing_behind",),
+    ),
+    Fault(
+        "a refused request is not sent elsewhere",
+        "serve_app.deployments.dispatch",
+        old="                if isinstance(again, Busy):",
+        new="                if True:",
+        tests=(f"{DISPATCH}::test_a_veto_sends_the_request_elsewhere",),
+    ),
+    Fault(
+        "a refused request is sent to the same replica",
+        "serve_app.deployments.dispatch",
+        old="                refused_by.add(choice.replica_id)",
+        new="                pass",
+        tests=(f"{DISPATCH}::test_the_veto_of_an_only_worker_is_a_429_with_its_retry_after",),
+    ),
+    Fault(
+        "the response begins before the first token",
+        "serve_app.http.streaming",
+        old="    first = await anext(chunks)",
+        new="    first: Mapping[str, Any] = {}",
+        tests=(f"{HTTP}::test_chat_stream_has_role_text_reason_usage_and_end",),
+    ),
+    Fault(
+        "a broken stream just stops",
+        "serve_app.http.streaming",
+        old="            yield encode_event(answer.body())",
+        new="            pass",
+        tests=(f"{HTTP}::test_an_engine_that_dies_later_ends_the_stream_with_an_error_event",),
+    ),
+    Fault(
+        "the possible start of a stop string is sent",
+        "serve_app.text.detokenizer",
+        old="            free = len(self._held) - self._possible_stop_length()",
+        new="            free = len(self._held)",
+        tests=(f"{TEXT}::test_what_could_become_a_stop_string_is_held_back",),
+    ),
+    Fault(
+        "a character is decoded token by token",
+        "serve_app.text.detokenizer",
+        old="        return self._decoder.decode(self.model.bytes_of(token_id))",
+        new='        return self.model.bytes_of(token_id).decode(errors="replace")',
+        tests=(f"{HTTP}::test_a_character_over_tokens_comes_whole",),
+    ),
+    Fault(
+        "tokens behind a stop string are counted",
+        "serve_app.text.output",
+        old="                num_generated += step.num_tokens",
+        new="                num_generated += len(shown) + 1",
+        tests=(f"{HTTP}::test_a_stop_string_over_tokens_is_cut_and_counted",),
+    ),
+    Fault(
+        "every choice of a request has the same seed",
+        "serve_app.http.choices",
+        old="    if sampling.seed is not None and choice:",
+        new="    if False:",
+        tests=(f"{HTTP}::test_choices_of_one_seed_differ_and_repeat",),
+    ),
+    Fault(
+        "every token is a message",
+        "serve_app.deployments.engine_server",
+        old="                    await asyncio.sleep(interval_s(self.num_streams, self._coalescing))",
+        new="                    pass",
+        tests=(f"{DISPATCH}::test_later_tokens_come_gathered_the_first_at_once",),
+    ),
+]

@@ -1,0 +1,137 @@
+"""The official client against real Ray Serve: sync, async, errors; and the other transport in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from tests.helpers.tokenizers import scripted, write_model_folder
+from tests.serve_app.conftest import Deploy, ServedApp
+
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def small(deploy_module: Deploy, tmp_path_factory: pytest.TempPathFactory) -> ServedApp:
+    """One worker with a batch of one and a queue of two."""
+    folder = write_model_folder(
+        tmp_path_factory.mktemp("m") / "small", script=scripted("Yes.", tokens_per_s=20.0), max_model_len=128
+    )
+    options = {"max_running": 1, "worker_backlog": 0, "max_queue": 2}
+    return deploy_module("small", model=str(folder), **options)
+
+
+@pytest.fixture(scope="module")
+def client(small: ServedApp) -> openai.OpenAI:
+    """A client without retries."""
+    return openai.OpenAI(base_url=small.url + "/v1", api_key="none", max_retries=0)
+
+
+def test_sync_chat_completion_and_model_list(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model="small", messages=MESSAGES, seed=1, temperature=0)
+    assert answer.choices[0].message.content == "Yes."
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 5
+    plain = client.completions.create(model="small", prompt="ab", max_tokens=2)
+    assert plain.choices[0].text == "Ye"
+    assert [model.id for model in client.models.list()] == ["small"]
+
+
+def test_async_chat_completion(small: ServedApp) -> None:
+    async def run() -> str | None:
+        async with openai.AsyncOpenAI(base_url=small.url + "/v1", api_key="none") as client:
+            answer = await client.chat.completions.create(model="small", messages=MESSAGES)
+            return answer.choices[0].message.content
+
+    assert asyncio.run(run()) == "Yes."
+
+
+def test_errors_have_the_clients_own_classes(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(model="other", messages=MESSAGES)
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as malformed:
+        client.chat.completions.create(model="small", messages=MESSAGES, temperature=99)
+    assert malformed.value.param == "temperature"
+    with pytest.raises(openai.BadRequestError, match="128") as long:
+        client.completions.create(model="small", prompt="x" * 200)
+    assert long.value.code == "context_length_exceeded"
+
+
+def test_past_the_queue_the_clients_see_rate_limits(small: ServedApp) -> None:
+    async def run() -> list[object]:
+        async with openai.AsyncOpenAI(base_url=small.url + "/v1", api_key="none", max_retries=0) as client:
+            asked = [client.chat.completions.create(model="small", messages=MESSAGES) for _ in range(8)]
+            return await asyncio.gather(*asked, return_exceptions=True)
+
+    answers = asyncio.run(run())
+    refused = [answer for answer in answers if isinstance(answer, openai.RateLimitError)]
+    # One runs, two wait; a report may be late by a moment.
+    assert len(refused) >= 4
+    assert len(answers) - len(refused) >= 3
+    assert int(refused[0].response.headers["retry-after"]) >= 1
+
+
+def test_health_readiness_and_metrics_over_serve(small: ServedApp) -> None:
+    assert httpx.get(small.url + "/health").status_code == 200
+    assert httpx.get(small.url + "/ready").status_code == 200
+    page = httpx.get(small.url + "/metrics").text
+    assert "headroom_workers 1.0" in page
+    assert 'headroom_requests_total{model="small",outcome="stop"}' in page
+
+
+def test_an_engine_that_dies_is_replaced(deploy: Deploy, tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path / "m", script={**scripted("abcdef"), "die_after_tokens": 10})
+    app = deploy("mortal", model=str(folder))
+    client = openai.OpenAI(base_url=app.url + "/v1", api_key="none", max_retries=0)
+    create = client.chat.completions.create
+    assert create(model="m", messages=MESSAGES).choices[0].message.content == "abcdef"
+    with pytest.raises(openai.InternalServerError) as failed:
+        create(model="m", messages=MESSAGES)
+    assert failed.value.status_code == 503
+    # The health check finds it dead and Serve starts another; until then requests wait or are told to come again.
+    patient = openai.OpenAI(base_url=app.url + "/v1", api_key="none", max_retries=30, timeout=30)
+    assert (
+        patient.chat.completions.create(model="m", messages=MESSAGES).choices[0].message.content == "abcdef"
+    )
+
+
+def test_a_redeployment_lets_running_streams_end(deploy: Deploy, tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path / "m", script=scripted("z" * 100, tokens_per_s=20.0))
+    options = {"model": str(folder), "graceful_shutdown_timeout_s": 30.0}
+    app = deploy("moved", **options)
+    old = app.worker_pids()
+    client = openai.OpenAI(base_url=app.url + "/v1", api_key="none", max_retries=0)
+    stream = client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
+    text = next(iter(stream)).choices[0].delta.content or ""
+    deploy("moved", **options, max_queue=3, max_running=5)
+    assert not set(app.worker_pids()) <= set(old), "there is a new worker"
+    assert client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=2).choices
+    text += "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    assert text == "z" * 100
+
+
+def test_the_streaming_tests_pass_over_haproxy_too() -> None:
+    # Serve reads these when it is imported, so the other transport needs a process of its own.
+    environment = {
+        **os.environ,
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+    }
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    command.append("tests/serve_app/on_ray/test_streaming.py")
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert "5 passed" in done.stdout

@@ -62,6 +62,29 @@ def _failing_transformers(num_tokens: int) -> Engine:
     return engine
 
 
+def _native(**options: Any) -> Engine:
+    from worker.engines.native import NativeEngine
+
+    config = WorkerConfig(
+        model=str(tiny_folder()), device="cpu", arena_bytes=1 << 26, page_tokens=16, **options
+    )
+    return NativeEngine(config, audit=True)
+
+
+def _failing_native(num_tokens: int) -> Engine:
+    engine: Any = _native()
+    launch, launched = engine._runner.launch, []
+
+    def fail_later(plan: Any) -> Any:
+        launched.append(int(plan.samples.sum()))
+        if sum(launched) > num_tokens:
+            raise RuntimeError("planted failure")
+        return launch(plan)
+
+    engine._runner.launch = fail_later
+    return engine
+
+
 def _native_on_fake_runner(num_tokens: int = 0, **options: Any) -> Engine:
     from tests.helpers.fake_runner import FailingRunner, FakeRunner, full_spec, state_spec, window_spec
     from worker.engines.native import NativeEngine
@@ -76,5 +99,6 @@ def _native_on_fake_runner(num_tokens: int = 0, **options: Any) -> Engine:
 ENGINES = (
     EngineKind("fake", _fake, _failing_fake),
     EngineKind("transformers", _transformers, _failing_transformers, max_running=1),
+    EngineKind("native", _native, _failing_native),
     EngineKind("native on a fake runner", _native_on_fake_runner, _native_on_fake_runner),
 )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from memory.api import PageSpec
+from memory.api import PAGE_ALIGN_BYTES, PageSpec
 from worker.api import FinishReason, GenerateRequest, ModelInfo, TokenEvent, WorkerSnapshot
 from worker.config import WorkerConfig
 from worker.engines.checks import check_token_ids
@@ -222,8 +222,8 @@ class NativeEngine:
         counts = self._scheduler.statistics
         seen = self._snapshot
         moved = (
-            counts.num_finished != seen.num_finished
-            or counts.num_retractions != seen.num_retractions
+            counts.retractions.num_finished != seen.num_finished
+            or counts.retractions.num_retractions != seen.num_retractions
             or self._scheduler.rows.num_running != seen.num_running
         )
         if moved or time.time() - seen.time_s > SNAPSHOT_AGE_S:
@@ -270,7 +270,8 @@ class NativeEngine:
 
 def _arena_bytes(config: WorkerConfig, runner: Runner) -> int:
     if config.arena_bytes:
-        return config.arena_bytes
+        # The device's buffer is whole lines; the grids of ledger and device must end at the same byte.
+        return config.arena_bytes // PAGE_ALIGN_BYTES * PAGE_ALIGN_BYTES
     if runner.model_info.device == "cpu":
         return CPU_ARENA_BYTES
     raise ConfigError(["arena_bytes=0 needs a runner that knows how much of the device is left"])

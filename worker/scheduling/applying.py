@@ -143,7 +143,7 @@ class Applier:
     def _finish(self, slot: int, reason: FinishReason, num_generated: int) -> None:
         self._aborted.discard(slot)
         request = self._running.release(slot)
-        self._statistics.num_finished += 1
+        self._statistics.retractions.finished(self._clock())
         self._ended(request, reason, num_generated)
 
     def _leave(self, slot: int, now: float) -> list[TokenEvent]:

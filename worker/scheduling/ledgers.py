@@ -5,10 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from memory.api import Ledger, PageSpec
-from memory.ledger.free_lists import FreeListLedger
+from memory.ledger.ledger import ArenaLedger
+from memory.ledger.prefix_tree import GroupRule, PrefixTree
 from worker.config import WorkerConfig
 
 
 def make_ledger(config: WorkerConfig, specs: Sequence[PageSpec], arena_bytes: int) -> Ledger:
-    """The ledger of one worker over ``arena_bytes`` bytes."""
-    return FreeListLedger(specs, arena_bytes, config.max_running, config.max_step_tokens, config.split_ratio)
+    """The ledger of one worker over ``arena_bytes`` bytes: one arena, or fixed shares with ``memory_mode=split``."""
+    tree = None
+    if config.prefix_cache:
+        rules = {s.name: GroupRule(s.kind, s.page_tokens, s.page_bytes, s.window) for s in specs}
+        tree = PrefixTree(rules, model=config.model)
+    return ArenaLedger(
+        specs,
+        arena_bytes,
+        mode=config.memory_mode,
+        split_ratio=config.split_ratio,
+        max_chunk_tokens=config.max_step_tokens,
+        prefix_tree=tree,
+    )

@@ -45,6 +45,8 @@ class RowTable:
         self.has_grammar = flags()
         self.heeds_eos = flags()
         self.next_checkpoint = ints()
+        self.num_kept = ints()
+        """tokens of the row that the prefix cache is known to hold"""
         self.stop_ids: IntArray = np.full((max_running, 1), -1, dtype=np.int64)
         self.end_ids: IntArray = np.array(end_token_ids, dtype=np.int64)
         self._tail: IntArray = np.zeros((max_running, TAIL_TOKENS), dtype=np.int64)
@@ -104,7 +106,7 @@ class RowTable:
             sampling.ignore_eos and not sampling.stop_token_ids and request.asked.grammar is None
         )
         self.has_grammar[slot] = request.asked.grammar is not None
-        self.next_checkpoint[slot] = 0
+        self.next_checkpoint[slot] = self.num_kept[slot] = 0
         self._tail_len[slot] = 0
         self._set_stop_ids(slot, sampling.stop_token_ids)
         return slot

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from memory.api import NO_MATCH, Ledger, PageAsk, PageKind, PrefixMatch, Shortage
+from memory.ledger.retraction import RetractionCandidate, choose_victim
 from worker.scheduling.request import Request
-from worker.scheduling.retraction import Candidate, choose_victim
 from worker.scheduling.rows import RowTable
 from worker.scheduling.tables import PageTables
 
@@ -50,6 +50,7 @@ class RunningSet:
         if isinstance(answer, Shortage):
             return answer
         slot = self.rows.place(request, match.num_tokens, self.ledger.capacity_tokens(request.number))
+        self.rows.num_kept[slot] = match.num_tokens
         self.tables.start(slot, request.number, self.ledger)
         return slot
 
@@ -77,22 +78,30 @@ class RunningSet:
             if self._claimed_bytes + missing <= answer.pending_bytes + self._coming_bytes:
                 self._claimed_bytes += missing
                 return False
-            victim = self._choose_victim()
+            victim = self._choose_victim(missing)
             if victim is None:
                 return False
             self.send_back(victim)
             if not rows.holds(slot, number):
                 return False
 
-    def _choose_victim(self) -> int | None:
+    def _choose_victim(self, missing_bytes: int) -> int | None:
+        """The slot of the row to send back; None if only one is left."""
         rows = self.rows
         slots = {int(rows.requests[slot]): slot for slot in rows.taken().tolist() if not rows.leaving[slot]}
-        chosen = choose_victim(
-            [
-                Candidate(number, int(rows.num_computed[slot]), self.ledger.release_bytes(number))
-                for number, slot in slots.items()
-            ]
-        )
+        if len(slots) < 2:
+            return None
+        candidates = [
+            RetractionCandidate(
+                number,
+                int(rows.num_computed[slot]),
+                int(rows.num_kept[slot]),
+                self.ledger.release_bytes(number),
+                number,
+            )
+            for number, slot in slots.items()
+        ]
+        chosen = choose_victim(candidates, missing_bytes)
         return None if chosen is None else slots[chosen.request]
 
     def send_back(self, slot: int) -> None:
@@ -112,11 +121,11 @@ class RunningSet:
         request = rows.vacate(slot)
         self.tables.stop(slot)
         if self._keep_prefixes:
-            # Steps in flight may carry the state past the last kept token: the ledger sees it by the larger count.
             kept = min(num_computed, request.num_known - 1)
-            self.ledger.release(
-                number, request.known_token_ids()[:kept], num_computed, request.asked.cache_salt
-            )
+            if self._recurrent and kept != num_computed:
+                kept = 0  # a step in flight carries the state past the last kept token
+            tokens = request.known_token_ids()[:kept]
+            self.ledger.release(number, tokens, kept, request.asked.cache_salt)
         else:
             self.ledger.release(number)
         self.num_releases += 1
@@ -129,6 +138,8 @@ class RunningSet:
         request = rows.occupant(slot)
         tokens = request.known_token_ids()[:num_tokens]
         kept = self.ledger.checkpoint(request.number, tokens, num_tokens, request.asked.cache_salt)
+        if kept:
+            rows.num_kept[slot] = num_tokens
         if kept and self._recurrent:
             # The ledger may have kept the page itself and gone on with a copy.
             self.tables.refresh(slot, request.number, self.ledger, PageKind.STATE)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from memory.api import CHECKPOINT_TOKENS, NO_MATCH, Ledger, PageKind, Shortage, StepCommands
+from memory.api import CHECKPOINT_TOKENS, NO_MATCH, Ledger, PageKind, PageSpec, Shortage, StepCommands
 from worker.api import FinishReason, GenerateRequest, TokenEvent
 from worker.errors import InvalidRequest
 from worker.scheduling.admission import AdmissionControl, OutputForecast, check_can_finish
@@ -52,6 +52,12 @@ class Limits:
     seed: int = 0
 
 
+def _block_tokens(specs: Iterable[PageSpec], bundled: bool) -> int:
+    """Prefixes are kept up to multiples of this: whole pages in every group, and where a checkpoint may lie."""
+    paged = [spec.page_tokens for spec in specs if spec.kind in (PageKind.FULL, PageKind.WINDOW)]
+    return int(np.lcm.reduce([*paged, CHECKPOINT_TOKENS if bundled else 1]))
+
+
 class Scheduler:
     """Continuous batching over one counter per request: tokens computed against tokens known.
 
@@ -90,8 +96,7 @@ class Scheduler:
         kinds = {spec.kind for spec in ledger.specs.values()}
         self._bundled = limits.prefix_cache and bool(kinds & {PageKind.STATE, PageKind.WINDOW})
         self._whole_asks = PageKind.WINDOW not in kinds
-        page_tokens = [spec.page_tokens for spec in ledger.specs.values() if spec.kind is PageKind.FULL]
-        self._align = int(np.lcm.reduce([CHECKPOINT_TOKENS, *page_tokens]))
+        self._align = _block_tokens(ledger.specs.values(), self._bundled)
         strict = limits.deterministic
         self._rule = ChunkRule(CHECKPOINT_TOKENS if strict else self._align if self._bundled else 1, strict)
         self._applier = Applier(self.running, self.statistics, grammars, clock, self._ended)
@@ -171,8 +176,7 @@ class Scheduler:
     def _sent_back(self, request: Request) -> None:
         now = self._clock()
         request.waiting_since_s = now
-        self.statistics.num_retractions += 1
-        self.statistics.retractions.add(now)
+        self.statistics.retractions.retracted(now)
         self._admission.forecast.retracted()
         self.waiting.put_back(request)
 

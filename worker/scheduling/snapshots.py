@@ -28,9 +28,9 @@ def take_snapshot(
         waiting_tokens=scheduler.waiting.num_tokens,
         max_running=scheduler.limits.max_running,
         headroom=ledger.headroom(),
-        num_finished=counts.num_finished,
+        num_finished=counts.retractions.num_finished,
         num_aborted=counts.num_aborted,
-        num_retractions=counts.num_retractions,
+        num_retractions=counts.retractions.num_retractions,
         retraction_rate=counts.retractions.per_second(now_s),
         prompt_tokens=counts.prompt_tokens,
         cached_tokens=counts.cached_tokens,
@@ -38,4 +38,5 @@ def take_snapshot(
         queue_wait_s=max(oldest_s, counts.queue_waits.mean(now_s)),
         step_s=counts.step_times.mean(now_s),
         draining=draining,
+        extra={"retractions_per_thousand": counts.retractions.per_thousand(now_s)},
     )

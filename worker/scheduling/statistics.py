@@ -4,25 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 
+from memory.ledger.retraction import RetractionRate
+
 RATE_WINDOW_S = 10.0
-
-
-class RecentRate:
-    """Occurrences per second over the last seconds."""
-
-    def __init__(self, window_s: float = RATE_WINDOW_S) -> None:
-        self._window_s = window_s
-        self._times: deque[float] = deque()
-
-    def add(self, now_s: float) -> None:
-        """It happened."""
-        self._times.append(now_s)
-
-    def per_second(self, now_s: float) -> float:
-        """The rate now."""
-        while self._times and self._times[0] <= now_s - self._window_s:
-            self._times.popleft()
-        return len(self._times) / self._window_s
 
 
 class RecentMean:
@@ -48,12 +32,10 @@ class Statistics:
 
     def __init__(self) -> None:
         self.num_submitted = 0
-        self.num_finished = 0
         self.num_aborted = 0
-        self.num_retractions = 0
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.generated_tokens = 0
-        self.retractions = RecentRate()
+        self.retractions = RetractionRate(RATE_WINDOW_S)
         self.queue_waits = RecentMean()
         self.step_times = RecentMean()

@@ -1,0 +1,114 @@
+"""Measures what one decode step costs the host: begin, schedule, commit, apply and end, without any model.
+
+    python -m benchmarks.scheduler_cost [--json FILE]
+
+The runner is a stub that answers with constant tokens; its own time is not counted. Each figure is the median, and
+the slowest tenth, over steps in which every row decodes one token; page grants fall where they fall.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from memory.api import Ledger, LayerRows, PageKind, PageSpec, Row
+from worker.api import GenerateRequest, SamplingParams
+from worker.config import WorkerConfig
+from worker.scheduling.ledgers import make_ledger
+from worker.scheduling.scheduler import Limits, Scheduler
+from worker.scheduling.step import StepPlan, StepResult
+
+PROMPT_TOKENS = 1024
+ROW = Row("k", (4, 128), "bfloat16")
+SPECS = (
+    PageSpec("full", PageKind.FULL, 64, (LayerRows(0, (ROW,)),)),
+    PageSpec("window128", PageKind.WINDOW, 64, (LayerRows(1, (ROW,)),), 128),
+    PageSpec("state", PageKind.STATE, 1, (LayerRows(2, (Row("s", (16, 128, 128), "float32"),)),)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Milliseconds of host work per decode step with ``num_rows`` rows."""
+
+    num_rows: int
+    median_ms: float
+    p90_ms: float
+    schedule_ms: float
+    apply_ms: float
+
+
+class _ConstantRunner:
+    """Answers every sampling row with the same token."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        tokens = np.full((plan.num_rows, 1), 7, dtype=np.int64)
+        return StepResult(plan.step, tokens, plan.samples.astype(np.int64))
+
+
+def measure(num_rows: int, num_steps: int = 300, specs: Sequence[PageSpec] = SPECS) -> StepCost:
+    """Cost of a decode step at ``num_rows`` requests of 1,024 prompt tokens, over ``num_steps`` steps."""
+    config = WorkerConfig(model="", max_running=num_rows, max_step_tokens=8192, prefix_cache=False)
+    per_request = sum(spec.page_bytes * (1 if spec.page_tokens == 1 else 80) for spec in specs)
+    ledger = make_ledger(config, specs, 2 * num_rows * per_request)
+    scheduler = Scheduler(ledger, Limits(num_rows, 8192, 1 << 17, prefix_cache=False))
+    prompt = tuple(range(PROMPT_TOKENS))
+    for number in range(num_rows):
+        # Lengths differ, so that page grants are spread over the steps as in a real batch.
+        sampling = SamplingParams(max_tokens=4096, ignore_eos=True)
+        scheduler.submit(GenerateRequest(str(number), prompt[: PROMPT_TOKENS - number % 64], sampling))
+    runner, step = _ConstantRunner(), 0
+    while len(scheduler.waiting) or (scheduler.rows.num_computed < scheduler.rows.num_prompt).any():
+        _turn(ledger, scheduler, runner, step)
+        step += 1
+    turns = [_turn(ledger, scheduler, runner, step + more) for more in range(num_steps)]
+    totals = sorted(sum(turn) for turn in turns)
+    return StepCost(
+        num_rows,
+        round(1e3 * statistics.median(totals), 3),
+        round(1e3 * totals[int(0.9 * len(totals))], 3),
+        round(1e3 * statistics.median(turn[0] for turn in turns), 3),
+        round(1e3 * statistics.median(turn[1] for turn in turns), 3),
+    )
+
+
+def _turn(ledger: Ledger, scheduler: Scheduler, runner: _ConstantRunner, step: int) -> tuple[float, float]:
+    """One step in lock-step; seconds before the device could start, and after it is done."""
+    start = time.perf_counter()
+    ledger.begin_step(step, step - 1)
+    plan = scheduler.schedule(step)
+    ledger.commit_step(step)
+    planned = time.perf_counter()
+    result = runner.run(plan)
+    done = time.perf_counter()
+    scheduler.apply(plan, result)
+    ledger.end_step(step)
+    return planned - start, time.perf_counter() - done
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--json", type=Path, help="also write the figures there")
+    options = parser.parse_args()
+    costs = [measure(num_rows) for num_rows in (64, 256, 1000)]
+    print("rows  step ms (median)  step ms (p90)  schedule ms  apply ms")
+    for cost in costs:
+        print(
+            f"{cost.num_rows:4d}  {cost.median_ms:16.3f}  {cost.p90_ms:13.3f}"
+            f"  {cost.schedule_ms:11.3f}  {cost.apply_ms:8.3f}"
+        )
+    if options.json is not None:
+        figures = {f"step_ms_{cost.num_rows}": cost.median_ms for cost in costs}
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

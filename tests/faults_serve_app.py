@@ -31,6 +31,13 @@ FAULTS = [
         tests=(f"{DISPATCH}::test_the_veto_of_an_only_worker_is_a_429_with_its_retry_after",),
     ),
     Fault(
+        "a request whose client just left is placed",
+        "serve_app.deployments.dispatch",
+        old="            if waiting.placed.done():  # its",
+        new="            if False:  # its",
+        tests=(f"{DISPATCH}::test_a_crowd_that_leaves_at_random_moments_leaves_nothing_behind",),
+    ),
+    Fault(
         "the response begins before the first token",
         "serve_app.http.streaming",
         old="    first = await anext(chunks)",

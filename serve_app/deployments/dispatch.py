@@ -98,7 +98,8 @@ class Dispatcher:
         """Facts of the model; waits for the first report, Overloaded after ``queue_timeout_s``."""
         if self.model is None:
             try:
-                await asyncio.wait_for(self._model_known.wait(), self._config.queue_timeout_s)
+                async with asyncio.timeout(self._config.queue_timeout_s):
+                    await self._model_known.wait()
             except TimeoutError:
                 raise Overloaded("No worker has started yet.", 5.0) from None
         assert self.model is not None
@@ -183,6 +184,9 @@ class Dispatcher:
                 )
         while (key := self._queue.take(now_s)) is not None:
             waiting = self._waiting[key]
+            if waiting.placed.done():  # its client left, and its task has not run since
+                self._queue.leave(key)
+                continue
             choice = self._placement.choose(waiting.facts, now_s)
             if isinstance(choice, Busy):
                 self._queue.put_back(key)
@@ -204,7 +208,9 @@ class Dispatcher:
 
     async def _first_tokens(self, choice: Choice, stream: ReplicaStream) -> TokenEvent:
         try:
-            item = await asyncio.wait_for(anext(stream), self._config.accept_timeout_s)
+            # Not wait_for: before Python 3.12 that can swallow the cancellation of a client that leaves.
+            async with asyncio.timeout(self._config.accept_timeout_s):
+                item = await anext(stream)
         except TimeoutError:
             raise WorkerLost(f"no answer within {self._config.accept_timeout_s:g} s") from None
         except ReplicaGone as error:

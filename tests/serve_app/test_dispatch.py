@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,23 @@ def test_clients_that_leave_at_any_moment_leave_nothing_behind(slow: Path) -> No
         assert codes.count(200) == 21
 
     served(slow, use, max_running=16, max_queue=200, num_replicas=2)
+
+
+def test_a_crowd_that_leaves_at_random_moments_leaves_nothing_behind(slow: Path) -> None:
+    moments = random.Random(5)
+
+    async def use(cluster: Cluster) -> None:
+        async def one() -> None:
+            shape = {"stream": moments.random() < 0.5, "n": moments.choice([1, 1, 2, 3])}
+            asked = asyncio.create_task(ask(cluster, ignore_eos=True, max_tokens=3000, **shape))
+            await asyncio.sleep(0.5 * moments.random() ** 2)
+            asked.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asked
+
+        await asyncio.gather(*(one() for _ in range(100)))
+
+    served(slow, use, max_running=16, max_queue=1000, num_replicas=2)
 
 
 def test_one_failing_choice_ends_the_others(quick: Path) -> None:

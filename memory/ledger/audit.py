@@ -34,13 +34,18 @@ def audit_layout(layout: Layout) -> None:
         _expect(layout.usable_places() >= layout.floor_places, "the gap is below the floor of expert places")
 
 
-def audit_pages(book: PageBook, held: Sequence[Sequence[int]], pinned: Sequence[Sequence[int]]) -> None:
+def audit_pages(
+    book: PageBook,
+    held: Sequence[Sequence[int]],
+    pinned: Sequence[Sequence[int]],
+    queued: Sequence[tuple[int, int]],
+) -> None:
     """Every page has exactly one owner.
 
-    ``held``: by group, the virtual pages of all requests, once per holder; ``pinned``: those of all pins.
+    ``held``: by group, the virtual pages of all requests, once per holder; ``pinned``: those of all pins;
+    ``queued``: (group, virtual page) per hold of a queued copy.
     """
     deferred = book.deferred.pages()
-    queued = book.queued_holds()
     for group, (pool, table) in enumerate(zip(book.pools, book.tables, strict=True)):
         _audit_pool(pool)
         _audit_bindings(pool, table, book.relocator.copying[group])

@@ -84,6 +84,11 @@ class PageBook:
             table.sealed[target] = _LATER
         self._copies.append((group, source, target))
 
+    def read_by(self, group: int, virtual: int, step: int) -> None:
+        """Ends a hold that a queued copy had: from now on ``step`` uses the page."""
+        if self.tables[group].drop(virtual, step):
+            self._free(group, virtual)
+
     def take_copies(self, step: int) -> tuple[PageCopy, ...]:
         """The queued copies with the physical pages of ``step``, once."""
         found = []
@@ -95,8 +100,7 @@ class PageBook:
             if table.sealed[target] != MUTABLE:
                 table.sealed[target] = step + 1  # the copy itself is a writer
             for virtual in (source, target):
-                if table.drop(virtual, step):
-                    self._free(group, virtual)
+                self.read_by(group, virtual, step)
         self._copies.clear()
         return tuple(found)
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 from memory.api import Headroom, KindHeadroom
 from memory.ledger.book import PageBook
 
 
-def measure(book: PageBook, evictable: Mapping[str, int]) -> Headroom:
-    """The headroom now. ``evictable``: bytes by group that the prefix tree could let go.
+def measure(book: PageBook, reclaimable_bytes: Sequence[int]) -> Headroom:
+    """The headroom now. ``reclaimable_bytes``: by group number, bytes that eviction from the prefix tree brings.
 
     A pinned page counts as pinned, whoever holds it; of the rest, pages that a request holds are used, pages that
     only the tree holds are reclaimable as far as they can be evicted, and the targets of copies under way pending.
@@ -18,7 +18,7 @@ def measure(book: PageBook, evictable: Mapping[str, int]) -> Headroom:
     for group, (pool, table) in enumerate(zip(book.pools, book.tables, strict=True)):
         size = pool.page_bytes
         pending = pool.num_pending + len(book.relocator.copying[group])
-        reclaimable = min(table.num_cached_only * size, evictable.get(pool.spec.name, 0))
+        reclaimable = reclaimable_bytes[group]
         used = (table.num_bound - table.num_pinned) * size - reclaimable
         kinds[pool.spec.name] = KindHeadroom(
             free_bytes=pool.num_free * size,

@@ -57,8 +57,11 @@ class Holding:
     def behind(self, group: int, spec: PageSpec, num_computed_tokens: int) -> list[int]:
         """Takes the pages of a window that no later query can see off the run."""
         run = self.runs[group]
-        count = min(first_visible_page(spec, num_computed_tokens) - run.first, len(run.pages))
+        visible = first_visible_page(spec, num_computed_tokens)
+        count = min(visible - run.first, len(run.pages))
         if count <= 0:
+            if not run.pages:
+                run.first = max(run.first, visible)
             return []
         gone = run.pages[:count]
         del run.pages[:count]

@@ -25,10 +25,12 @@ from memory.ledger.cache import PrefixCache
 from memory.ledger.extents import Layout, arrange, fits_empty
 from memory.ledger.headroom import measure
 from memory.ledger.holding import NO_NODE, Holding
+from memory.ledger.host_tier import HostTier
 from memory.ledger.places import ExpertPlaces
-from memory.ledger.prefix_tree import PrefixTree, TreeMatch
+from memory.ledger.prefix_tree import PrefixTree
 from memory.ledger.room import RoomMaker
 from memory.ledger.specs import Grid, most_pages
+from memory.ledger.spill import HostSpill
 from memory.ledger.split import fix_shares
 
 _NOTHING = Grant()
@@ -51,6 +53,8 @@ class ArenaLedger:
         stride_bytes: bands grow and retreat by at least so much; at least one expert place.
         max_chunk_tokens: most tokens of one request computed in a step; window room covers it.
         prefix_tree: keeps finished prefixes; None: nothing is kept.
+        host_tier: keeps copies of cached pages in host memory behind the tree.
+        host_budget_bytes: most bytes copied to the host tier per step.
     """
 
     def __init__(
@@ -67,6 +71,8 @@ class ArenaLedger:
         stride_bytes: int = 0,
         max_chunk_tokens: int = 2048,
         prefix_tree: PrefixTree | None = None,
+        host_tier: HostTier | None = None,
+        host_budget_bytes: int = 64 << 20,
     ) -> None:
         if mode not in ("arena", "split"):
             raise ValueError(f"memory_mode={mode!r} must be 'arena' or 'split'")
@@ -88,7 +94,8 @@ class ArenaLedger:
         self._windows = [g for g, spec in enumerate(self._paged) if spec.window is not None]
         self._tokens = [g for g, spec in enumerate(self._paged) if spec.kind is not PageKind.STATE]
         self._max_chunk_tokens = max_chunk_tokens
-        self._cache = PrefixCache(self._book, prefix_tree) if prefix_tree is not None else None
+        self._spill = HostSpill(self._book, host_tier, host_budget_bytes) if host_tier is not None else None
+        self._cache = PrefixCache(self._book, prefix_tree, self._spill) if prefix_tree is not None else None
         self._room = RoomMaker(self._book, self._cache)
         self._requests: dict[int, Holding] = {}
         self._pins: dict[int, tuple[list[tuple[int, int]], int]] = {}  # pin -> (pages, node)
@@ -118,7 +125,9 @@ class ArenaLedger:
                 f"step {completed_step} cannot be done, only {book.committed_step} was handed out"
             )
         book.open_step = step
-        book.retire(completed_step)
+        self._retire(completed_step)
+        if self._cache is not None:
+            self._cache.begin_step()
         if not self._layout.rigid and self._layout.place_bytes:
             for group, stride in enumerate(self._layout.strides):
                 if self._book.pools[group].num_free >= 2 * stride:
@@ -133,7 +142,10 @@ class ArenaLedger:
         read = book.relocator.still_read(book.completed_step)
         ban, allow = self._places.update(self._layout.blocks(), read, step, book.completed_step)
         moves = book.relocator.take_moves(step)
-        copies = book.take_copies(step)
+        back = self._spill.take_back(step) if self._spill is not None else ()
+        copies = back + book.take_copies(step)
+        if self._spill is not None:
+            copies += self._spill.take_out(step)
         if self._cache is not None:
             self._cache.end_uses()
         updates = (table.difference() for table in book.tables)
@@ -145,7 +157,12 @@ class ArenaLedger:
         """See :class:`memory.api.Ledger`."""
         if step > self._book.committed_step:
             raise LedgerError(f"step {step} ends before it was handed out")
-        self._book.retire(step)
+        self._retire(step)
+
+    def _retire(self, completed_step: int) -> None:
+        self._book.retire(completed_step)
+        if self._spill is not None:
+            self._spill.retire(completed_step)
 
     def _compact(self, step: int) -> None:
         """Moves a few pages into holes where the room behind them is wanted."""
@@ -178,6 +195,7 @@ class ArenaLedger:
         if ask.match.num_tokens:
             raise LedgerError(f"request {ask.request} holds pages already and cannot start from a match")
         self._let_go_behind(holding, ask.num_computed_tokens)
+        self._seal(holding, ask.num_computed_tokens)
         need = holding.lacking(self._paged, ask.num_tokens)
         if not need:
             return _NOTHING
@@ -187,21 +205,19 @@ class ArenaLedger:
 
     def _grant_first(self, ask: PageAsk) -> Grant | Shortage:
         holding = Holding(len(self._paged))
-        found: TreeMatch | None = None
-        if ask.match.num_tokens and self._cache is not None:
-            found = self._cache.at(ask.match)
-            if found is None:
-                return Shortage({})
-            for group in self._tokens:
-                name = self._paged[group].name
-                holding.runs[group].first = found.first[name]
-                holding.runs[group].pages = list(found.pages[name])
-        need = holding.lacking(self._paged, ask.num_tokens)
-        if found is None or self._cache is None:
+        if not ask.match.num_tokens or self._cache is None:
+            self._let_go_behind(holding, ask.num_computed_tokens)
+            need = holding.lacking(self._paged, ask.num_tokens)
             if not self._room.make(need):
                 return self._shortage(need)
             grant = self._append(holding, need)
         else:
+            found = self._cache.open(ask.match)
+            if found is None:
+                return Shortage({})
+            for group, (first, pages) in found.shared.items():
+                holding.runs[group].first, holding.runs[group].pages = first, list(pages)
+            need = holding.lacking(self._paged, ask.num_tokens)
             self._cache.lock(found.node)
             if not self._room.make(need):
                 self._cache.unlock(found.node)
@@ -209,7 +225,6 @@ class ArenaLedger:
             grant = self._append(holding, need)
             self._cache.share(holding, found)
         self._requests[ask.request] = holding
-        self._let_go_behind(holding, ask.num_computed_tokens)
         return grant
 
     def _append(self, holding: Holding, need: Mapping[int, int]) -> Grant:
@@ -224,16 +239,18 @@ class ArenaLedger:
         return Grant(tuple(growth))
 
     def _let_go_behind(self, holding: Holding, num_computed_tokens: int) -> None:
-        """Drops what no later query sees and seals what is fully written."""
-        book = self._book
+        """Drops the window pages that no later query can see."""
         for group in self._windows:
             for page in holding.behind(group, self._paged[group], num_computed_tokens):
-                book.drop(group, page)
+                self._book.drop(group, page)
+
+    def _seal(self, holding: Holding, num_computed_tokens: int) -> None:
+        """Seals the pages that steps handed out so far have written to the end."""
         for group in self._tokens:
             run = holding.runs[group]
-            written = num_computed_tokens // self._paged[group].page_tokens
-            for logical in range(max(run.num_sealed, run.first), min(written, run.end)):
-                book.seal(group, run.pages[logical - run.first])
+            written = min(num_computed_tokens // self._paged[group].page_tokens, run.end)
+            for logical in range(max(run.num_sealed, run.first), written):
+                self._book.seal(group, run.pages[logical - run.first])
             run.num_sealed = max(run.num_sealed, written)
 
     def _shortage(self, need: Mapping[int, int]) -> Shortage:
@@ -370,7 +387,7 @@ class ArenaLedger:
 
     def headroom(self) -> Headroom:
         """See :class:`memory.api.Ledger`."""
-        return measure(self._book, self._cache.tree.evictable_bytes() if self._cache else {})
+        return measure(self._book, self._cache.reclaimable_bytes() if self._cache else [0] * len(self._paged))
 
     def held_back_bytes(self) -> int:
         """Bytes of the gap that no page may take: the floor of expert places and staging rings."""
@@ -389,6 +406,10 @@ class ArenaLedger:
             for n in range(len(held))
         ]
         audit_layout(self._layout)
-        audit_pages(self._book, held, pinned)
+        queued = self._book.queued_holds()
+        if self._spill is not None:
+            queued += self._spill.queued_holds()
+            self._spill.tier.audit()
+        audit_pages(self._book, held, pinned, queued)
         if self._cache is not None:
             audit_cache(self._book, self._cache.tree)

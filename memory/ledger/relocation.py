@@ -223,38 +223,30 @@ class Relocator:
         the edge, or ``budget_bytes`` are spent; answers the bytes. Sealed pages are copied beside the steps."""
         pool, table = self._pools[group], self._tables[group]
         from_high = pool.anchor is not Anchor.HIGH
-        low, high = pool.first, pool.last
-        free, spent = pool.num_free, 0
+        most = min(pool.num_free - keep_free, budget_bytes // pool.page_bytes)
+        if most <= 0:
+            return 0
         avoid = SpanSet()
         for span in self.still_read(completed_step):
             avoid.add(*span)
-        while free > keep_free and spent + pool.page_bytes <= budget_bytes:
-            page = high - 1 if from_high else low
-            if page < low or page >= high:
+        targets = iter(self._targets(pool, (pool.first, pool.last), most, from_high, avoid))
+        free, spent = pool.num_free, 0
+        inward = range(pool.last - 1, pool.first - 1, -1) if from_high else range(pool.first, pool.last)
+        for page in inward:
+            if free <= keep_free:
                 break
+            free -= 1
             if pool.state[page] == FREE:
-                free -= 1
-            elif pool.state[page] == BOUND and self.movable(group, virtual := pool.owner[page]):
-                inner = (low, page) if from_high else (page + 1, high)
-                targets = self._targets(pool, inner, 1, from_high, avoid)
-                if not targets:
-                    break
-                if table.sealed[virtual] != MUTABLE and table.sealed[virtual] - 1 <= completed_step:
-                    self.copy_beside(group, page, targets[0], step)
-                else:
-                    self.move_now(group, page, targets[0])
-                    address = pool.grid.address(page)
-                    avoid.add(address, address + pool.page_bytes)
-                spent += pool.page_bytes
-                free -= 1
-                if from_high:
-                    low = targets[0] + 1
-                else:
-                    high = targets[0]
-            else:
+                continue
+            virtual = pool.owner[page]
+            if pool.state[page] != BOUND or not self.movable(group, virtual):
                 break
-            if from_high:
-                high -= 1
+            target = next(targets, page)
+            if (target >= page) if from_high else (target <= page):
+                break
+            if table.sealed[virtual] != MUTABLE and table.sealed[virtual] - 1 <= completed_step:
+                self.copy_beside(group, page, target, step)
             else:
-                low += 1
+                self.move_now(group, page, target)
+            spent += pool.page_bytes
         return spent

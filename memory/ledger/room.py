@@ -9,7 +9,7 @@ Evicting cached prefixes comes after all three: a move costs microseconds, a los
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from memory.ledger.book import PageBook
 from memory.ledger.cache import PrefixCache
@@ -36,7 +36,7 @@ class RoomMaker:
         if self._cache is None:
             return False
         for extra in range(_ATTEMPTS):
-            order = self._eviction_order(need, self._cache.tree.evictable_bytes(), extra)
+            order = self._eviction_order(need, self._cache.reclaimable_bytes(), extra)
             if order is None or not self._cache.evict(order):
                 return False
             if self.in_place(need) or self.by_moving(need):
@@ -107,22 +107,21 @@ class RoomMaker:
                 return
 
     def _eviction_order(
-        self, need: Mapping[int, int], evictable: Mapping[str, int], extra: int
+        self, need: Mapping[int, int], mine: Sequence[int], extra: int
     ) -> dict[int, int] | None:
         """Bytes by group to evict for ``need``, the asking groups' own pages first; None if it cannot be enough."""
         pools = self._pools
-        mine = {group: evictable.get(pools[group].spec.name, 0) for group in range(len(pools))}
         if self._layout.rigid:
             short = {g: (pages - pools[g].num_free) * pools[g].page_bytes for g, pages in need.items()}
             enough = all(num_bytes <= mine[g] for g, num_bytes in short.items())
             return {g: num_bytes for g, num_bytes in short.items() if num_bytes > 0} if enough else None
         lacking = self.lacking_bytes(need)
-        if lacking > sum(mine.values()):
+        if lacking > sum(mine):
             return None
         # Edges of grids and pages that cannot move eat some of what is freed: ask for a page more each round.
         lacking += sum(pools[group].page_bytes for group in need) * (extra + 1)
         order: dict[int, int] = {}
-        for group in [*need, *sorted(mine.keys() - need.keys(), key=lambda group: -mine[group])]:
+        for group in [*need, *sorted(set(range(len(pools))) - need.keys(), key=lambda group: -mine[group])]:
             share = min(lacking, mine[group])
             if share > 0:
                 order[group] = share

@@ -25,7 +25,7 @@ def page_tag(spec: PageSpec, tokens: Sequence[int], logical: int, num_computed: 
 
 
 @dataclass
-class Sequence_:
+class Running:
     """A running request; ``num_computed`` counts tokens of steps planned so far, ``num_done`` of steps run."""
 
     number: int
@@ -58,11 +58,12 @@ class World:
         self.specs = [spec for spec in ledger.specs.values() if spec.kind is not PageKind.EXPERT]
         self.device = SimulatedDevice(ledger.grids, arena_bytes, place_bytes, late)
         self.arena_bytes = arena_bytes
-        self.running: dict[int, Sequence_] = {}
+        self.running: dict[int, Running] = {}
         self.pins: list[Pinned] = []
         self.step = 0
         self.completed = 0
         self.next_number = 0
+        self.no_work = Work()
 
     # -- acts ----------------------------------------------------------------------------------------------------
 
@@ -77,7 +78,7 @@ class World:
         for number, chunk in chunks.items():
             self._compute(self.running[number], chunk, NO_MATCH, reads, writes)
         for tokens, chunk in admit:
-            request = Sequence_(self.next_number, tokens)
+            request = Running(self.next_number, tokens)
             match = self.ledger.match(tokens)
             request.num_computed = request.num_done = match.num_tokens
             if self._compute(request, max(1, chunk), match, reads, writes):
@@ -89,7 +90,7 @@ class World:
 
     def _compute(
         self,
-        request: Sequence_,
+        request: Running,
         chunk: int,
         match: PrefixMatch,
         reads: list[tuple[str, int, object]],

@@ -1,0 +1,93 @@
+"""Fixed walks through every act of the ledger against the pretended device: quick, and the same each time."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from memory.api import PlaceRange
+from tests.memory.geometries import latent_specs, mixed_specs, small_ledger
+from tests.memory.world import World
+
+
+def _walk(seed: int, world: World, num_acts: int) -> dict[str, int]:
+    """Random acts; answers how often the rare things happened."""
+    dice = random.Random(seed)
+    ledger, base = world.ledger, [token % 3 for token in range(400)]
+    rings: list[PlaceRange] = []
+    seen = dict.fromkeys(("urgent", "beside", "copies", "back", "allow"), 0)
+    for _ in range(num_acts):
+        act = dice.random()
+        numbers = list(world.running)
+        if act < 0.6:
+            while len(world.device.queue) >= dice.choice([1, 2, 2]):
+                world.finish_step()
+            tokens = base[: dice.choice([0, 64, 128, 256])] + [dice.randrange(3, 6)] * dice.randrange(2, 200)
+            admit = [(tokens, dice.choice([64, 64, 16]))] if dice.random() < 0.7 else []
+            world.plan(
+                {number: dice.choice([1, 1, 64]) for number in numbers},
+                [entry for entry in admit if ledger.can_ever_grant(len(entry[0])) is None],
+            )
+            commands = world.device.queue[-1].commands
+            seen["urgent"] += sum(not move.sealed for move in commands.moves)
+            seen["beside"] += sum(move.sealed for move in commands.moves)
+            seen["copies"] += sum(not (copy.to_host or copy.from_host) for copy in commands.copies)
+            seen["back"] += sum(copy.from_host for copy in commands.copies)
+            seen["allow"] += len(commands.allow)
+        elif act < 0.72 and numbers:
+            world.release(dice.choice(numbers), donate=dice.random() < 0.6)
+        elif act < 0.82 and numbers:
+            for number in numbers:
+                request = world.running[number]
+                ledger.checkpoint(number, request.tokens, request.num_computed)
+        elif act < 0.86 and numbers:
+            world.pin(dice.choice(numbers))
+        elif act < 0.92 and world.pins:
+            world.unpin(dice.choice(world.pins))
+        elif act < 0.95:
+            ring = ledger.take_ring(dice.randrange(1, 5))
+            rings += [ring] if ring else []
+        elif rings:
+            ledger.return_ring(rings.pop())
+        world.check()
+    world.finish_all()
+    return seen
+
+
+@pytest.mark.parametrize("num_kinds", [2, 3, 4])
+def test_no_byte_is_ever_wrong_on_long_walks(num_kinds: int) -> None:
+    seen = dict.fromkeys(("urgent", "beside", "copies", "back", "allow"), 0)
+    for seed in range(5):
+        page_tokens = [16, 64, 1, 128, 16][seed]
+        arena_bytes = 1024 * [96, 200, 64, 300, 48][seed]
+        specs = mixed_specs(num_kinds, page_tokens, [40, 130, 5, 200, 17][seed])
+        ledger = small_ledger(
+            specs,
+            arena_bytes,
+            place_bytes=512,
+            floor_places=3,
+            cached=seed != 1,
+            host_bytes=20_000 * (seed % 2 == 0),
+        )
+        dice = random.Random(seed)
+        world = World(ledger, arena_bytes, 512, lambda dice=dice: dice.random() < 0.5)
+        for name, count in _walk(seed, world, 150).items():
+            seen[name] = seen.get(name, 0) + count
+    assert min(seen[name] for name in ("urgent", "beside", "copies", "back", "allow")) > 0, (
+        f"the walks are too tame: {seen}"
+    )
+
+
+def test_no_byte_is_wrong_with_latents_and_states() -> None:
+    specs = latent_specs(64)
+    ledger = small_ledger(specs, 192 * 1024, place_bytes=512, cached=True)
+    dice = random.Random(3)
+    _walk(3, World(ledger, 192 * 1024, 512, lambda: dice.random() < 0.5), 200)
+
+
+def test_no_byte_is_wrong_with_fixed_shares() -> None:
+    specs = mixed_specs(3, 16, 40)
+    ledger = small_ledger(specs, 96 * 1024, place_bytes=512, floor_places=4, mode="split", cached=True)
+    seen = _walk(5, World(ledger, 96 * 1024, 512), 200)
+    assert seen["urgent"] == seen["beside"] == 0, "fixed shares do not move pages"

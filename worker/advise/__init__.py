@@ -1,1 +1,1 @@
-"""What fits where, and how fast it can be: pure arithmetic over a configuration file."""
+"""What a model costs and what a machine can give it, from the configuration file alone: pure arithmetic."""

@@ -1,0 +1,198 @@
+"""What fits where, said in figures and in words."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.tiny import tiny_folder
+from worker.advise.__main__ import main, parse_bytes
+from worker.advise.formats import find_format
+from worker.advise.named import find_geometry
+from worker.advise.plan import Machine, Plan, Workload, make_plan, prefill_link_bytes, resident_row
+from worker.advise.sizing import sizing_page
+from worker.advise.words import advice_sentences, cost_sentences, implied_sentences, report, sized, table
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def plan(
+    model: str = "qwen3-30b-a3b", weights: str = "fp8", gpu: float = 24e9, host: float = 64e9, **work: Any
+) -> Plan:
+    machine = Machine(int(gpu), link_bytes_per_s=50e9, host_bytes=int(host), memory_bytes_per_s=1e12)
+    return make_plan(find_geometry(model), find_format(weights), machine, Workload(**work))
+
+
+def advice(found: Plan) -> str:
+    return " ".join(advice_sentences(found))
+
+
+def test_places_requests_and_dense_weights_share_the_gpu() -> None:
+    found = plan(concurrency=4, context=8192)
+    place = found.geometry.place_bytes(found.weights)
+    used = found.machine.runtime_bytes + found.dense_bytes + found.requests_bytes + found.places * place
+    assert used <= 24e9 < used + place
+    assert found.requests_bytes == 4 * 8192 * 98_304
+    assert found.num_resident == found.places // 48
+    row = next(row for row in found.rows if row.num_resident == found.num_resident)
+    assert row.fits
+    assert not resident_row(found, found.num_resident + 1).fits
+
+
+def test_more_resident_experts_leave_less_context_and_miss_less() -> None:
+    rows = plan(concurrency=4, context=8192).rows
+    assert [row.num_resident for row in rows] == sorted({row.num_resident for row in rows})
+    for less, more in pairwise(rows):
+        assert more.context_tokens <= less.context_tokens
+        assert more.miss_rate < less.miss_rate
+        assert more.in_layer_s < less.in_layer_s
+        assert more.foresight_s <= more.in_layer_s
+    assert rows[-1].in_layer_s == rows[-1].foresight_s == plan(concurrency=4, context=8192).resident_s
+
+
+def test_the_context_that_fits_is_the_last_that_does() -> None:
+    found = plan(concurrency=4, context=8192)
+    row = resident_row(found, 64)
+    each = (found.arena_bytes - row.places_bytes) // 4
+    assert found.geometry.request_bytes(row.context_tokens) <= each
+    assert found.geometry.request_bytes(row.context_tokens + 1) > each
+
+
+def test_a_prefill_chunk_moves_nearly_every_expert() -> None:
+    # With 40 of 128 experts resident a chunk of 100 FP8 tokens moves 20 GB, 0.4 s.
+    for gpu in range(14, 22):
+        found = plan(gpu=gpu * 1e9, concurrency=1, context=1024)
+        if found.num_resident and found.num_resident >= 40:
+            break
+    moved = prefill_link_bytes(found, 100) * (1 - 40 / 128) / (1 - found.num_resident / 128)
+    assert moved == pytest.approx(20e9, rel=0.01)
+    assert moved / 50e9 == pytest.approx(0.4, rel=0.01)
+
+
+def test_advice_for_a_model_that_fits() -> None:
+    text = advice(plan(gpu=80e9))
+    assert "experts=resident" in text
+    assert "bound by device memory" in text
+
+
+def test_advice_for_a_model_that_must_page() -> None:
+    found = plan(concurrency=4, context=8192)
+    text = advice(found)
+    assert f"on average {found.num_resident} of 128 experts" in text
+    assert "The host store needs 29 GB" in text
+    assert "bound by the link" in text
+    assert "kv_dtype=fp8_e4m3 would free 1.61 GB" in text
+    assert "int4 g32 would fit whole" in text
+
+
+@pytest.mark.parametrize(("resident", "binds"), [(24, True), (40, False)])
+def test_advice_says_whether_the_old_rule_binds(resident: int, binds: bool) -> None:
+    for gpu in range(80, 160):
+        found = plan(gpu=gpu * 1e8, concurrency=4, context=1024)
+        if found.num_resident == resident:
+            break
+    assert found.num_resident == resident
+    text = advice(found)
+    assert "batch 4 x 8 experts per token = 32" in text
+    assert ("would bind" in text) is binds
+    assert ("would not bind" in text) is not binds
+
+
+def test_advice_for_too_small_a_gpu_or_host() -> None:
+    assert "weights besides routed experts alone need 19.1 GB" in advice(plan("deepseek-v3", gpu=16e9))
+    crowded = plan(gpu=8e9, concurrency=64, context=8192)
+    assert f"{crowded.largest_concurrency} such requests would fit" in advice(crowded)
+    assert 0 < crowded.largest_concurrency < 64
+    short = advice(plan(host=20e9))
+    assert "needs 29 GB of pinned memory, but the host has 20 GB" in short
+
+
+def test_advice_for_a_dense_model() -> None:
+    found = plan("qwen3.5-4b", "bf16", concurrency=2, context=4096)
+    assert advice(found).startswith("A dense model that fits")
+    assert "Recurrent state: 51.5 MB a request" in " ".join(cost_sentences(found))
+
+
+def test_costs_are_said_in_bytes_and_tokens() -> None:
+    text = " ".join(cost_sentences(plan(weights="int4")))
+    assert "98,304 B a token in bf16, 49,152 B in FP8" in text
+    assert "117 MB, as much as 1,188 tokens of bf16 KV or 2,376 of FP8 KV" in text
+    assert "moves 934 MB" in text
+
+
+def test_a_measured_speed_implies_a_miss_rate() -> None:
+    (sentence,) = implied_sentences(plan(), 87.7, 40)
+    for part in ("159 GB/s", "at most 31% missed", "69% of uniform", "K = 40"):
+        assert part in sentence
+
+
+def test_sizes_and_tables_are_rendered() -> None:
+    assert [sized(number) for number in (12, 1234, 934e6, 99.96e9, 128e9, 2.5e12)] == [
+        "12 B", "1.23 kB", "934 MB", "100 GB", "128 GB", "2.5 TB",
+    ]  # fmt: skip
+    assert table(["a", "b"], [["x", "10"]]) == ["| a |  b |", "|---|---:|", "| x | 10 |"]
+
+
+def test_the_sizing_page_in_the_repository_is_the_one_the_advisor_writes() -> None:
+    assert (ROOT / "docs" / "sizing.md").read_text() == sizing_page()
+
+
+def test_the_command_reads_a_folder_and_answers_in_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main([str(tiny_folder()), "--gpu-bytes", "2GiB", "--json", "--concurrency", "3", "--context", "64"])
+        == 0
+    )
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["num_params"] == 329_640
+    assert figures["machine"]["gpu_bytes"] == 2 * 2**30
+    assert figures["workload"] == {"concurrency": 3, "context": 64, "kv_dtype": "bf16"}
+    assert figures["fits_resident"]
+    assert main(["gpt-oss-20b", "--gpu-bytes", "16GB", "--tokens-per-s", "30", "--resident", "8"]) == 0
+    text = capsys.readouterr().out
+    assert "as MXFP4" in text, "the checkpoint's own format"
+    assert "30 tokens/s would need" in text
+    assert text.startswith("gpt-oss-20b: 20.91e9 weights")
+
+
+def test_the_command_says_what_it_cannot_use(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["no-such-model"]) == 2
+    assert "none of: deepseek-v3" in capsys.readouterr().err
+    for bad in (["qwen3.5-4b", "--gpu-bytes", "many"], ["qwen3.5-4b", "--concurrency", "0"], []):
+        with pytest.raises(SystemExit):
+            main(bad)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("24e9", 24 * 10**9), ("24GB", 24 * 10**9), ("1.5 GiB", 3 * 2**29), ("7", 7)]
+)
+def test_bytes_are_read_in_every_spelling(text: str, expected: int) -> None:
+    assert parse_bytes(text) == expected
+
+
+def test_measuring_fills_in_what_was_not_given(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import worker.probe as probe
+
+    measured = probe.MeasuredMachine(80 * 10**9, 40e9, 2e12, 50e9, 100 * 10**9, ("Link: 40.0 GB/s.",))
+    monkeypatch.setattr(probe, "measure_machine", lambda: measured)
+    assert main(["qwen3-30b-a3b", "--measure", "--json", "--link-gbps", "20"]) == 0
+    machine = json.loads(capsys.readouterr().out)["machine"]
+    assert (machine["gpu_bytes"], machine["link_bytes_per_s"]) == (80 * 10**9, 20e9)
+    assert (machine["host_bytes"], machine["memory_bytes_per_s"]) == (100 * 10**9, 2e12)
+    main(["qwen3-30b-a3b", "--measure"])
+    assert "- Link: 40.0 GB/s." in capsys.readouterr().out
+
+
+def test_advice_needs_no_torch() -> None:
+    code = "import sys; from worker.advise.__main__ import main; main(['gpt-oss-20b']); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "Advice" in done.stdout
+    assert report(plan())[0].startswith("qwen3-30b-a3b")

@@ -191,7 +191,7 @@ def test_measuring_fills_in_what_was_not_given(
 
 
 def test_advice_needs_no_torch() -> None:
-    code = "import sys; from worker.advise.__main__ import main; main(['gpt-oss-20b']); sys.exit('torch' in sys.modules)"
+    code = "import sys; from worker.advise.__main__ import main; main(['kimi-k3']); sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "Advice" in done.stdout

@@ -1,0 +1,135 @@
+"""States what a benchmark measured: under which conditions, as a table on the screen and as JSON in a file.
+
+A figure without its conditions is no figure, so every report names all of :class:`Conditions`::
+
+    parser = report_parser(__doc__)
+    options = parser.parse_args()
+    conditions = Conditions(model="Qwen3-30B-A3B shape", weights="random", prompts="random ids", ...)
+    publish(Report("decode", conditions, rows), options.json)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
+from pathlib import Path
+
+Value = str | int | float | bool | None
+NOT_APPLICABLE = "-"
+"""For a condition that a benchmark does not have, said on purpose."""
+
+
+def hardware() -> str:
+    """The processor with its usable cores, and the GPUs if torch is loaded and sees any."""
+    text = f"{_processor()}, {len(os.sched_getaffinity(0))} cores"
+    torch = sys.modules.get("torch")  # a benchmark that runs on a GPU has loaded it
+    if torch is not None and torch.cuda.is_available():
+        text += f", {torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    return text
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """Under which figures were measured; none may be empty.
+
+    Attributes:
+        model: name or shape.
+        weights: ``trained`` or ``random``.
+        prompts: real text or random ids, and whose.
+        cache: ``cold`` or ``warm``, of prefixes and experts.
+        batch: requests at once, or the range of it.
+        context: tokens of a request, or the range.
+        resident: experts resident per layer (K), or the range.
+        hardware: what it ran on; by default this machine.
+    """
+
+    model: str
+    weights: str
+    prompts: str
+    cache: str
+    batch: str
+    context: str
+    resident: str
+    hardware: str = field(default_factory=hardware)
+
+    def __post_init__(self) -> None:
+        empty = [entry.name for entry in fields(self) if not getattr(self, entry.name).strip()]
+        if empty:
+            raise ValueError(f"conditions without a word: {', '.join(empty)} ({NOT_APPLICABLE!r} says: none)")
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One table. ``rows`` are figures by column name, all rows with the same columns; ``notes`` are sentences."""
+
+    name: str
+    conditions: Conditions
+    rows: tuple[Mapping[str, Value], ...]
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.rows:
+            raise ValueError(f"report {self.name!r} has no rows")
+        for row in self.rows:
+            if list(row) != list(self.rows[0]):
+                raise ValueError(
+                    f"report {self.name!r}: a row has columns {list(row)}, not {list(self.rows[0])}"
+                )
+
+    def as_text(self) -> str:
+        """Conditions, table and notes."""
+        head = list(self.rows[0])
+        cells = [head, *[[_shown(row[name]) for name in head] for row in self.rows]]
+        widths = [max(len(line[column]) for line in cells) for column in range(len(head))]
+        lines = [
+            "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells
+        ]
+        conditions = [f"  {name}: {value}" for name, value in asdict(self.conditions).items()]
+        return "\n".join([self.name, *conditions, *lines, *self.notes])
+
+    def as_json(self) -> str:
+        """The same for programs, with the time of writing."""
+        value = {
+            "benchmark": self.name,
+            "written": datetime.now(UTC).isoformat(timespec="seconds"),
+            "conditions": asdict(self.conditions),
+            "figures": [dict(row) for row in self.rows],
+            "notes": list(self.notes),
+        }
+        return json.dumps(value, indent=2) + "\n"
+
+
+def _shown(value: Value) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+    return NOT_APPLICABLE if value is None else str(value)
+
+
+def report_parser(doc: str | None) -> argparse.ArgumentParser:
+    """A parser that knows ``--json FILE``; the description is the first line of ``doc``."""
+    parser = argparse.ArgumentParser(description=(doc or "").strip().split("\n")[0])
+    parser.add_argument("--json", type=Path, help="also write the figures there")
+    return parser
+
+
+def publish(report: Report, json_path: Path | None) -> None:
+    """Prints the report and writes it to ``json_path`` if there is one."""
+    print(report.as_text())
+    if json_path is not None:
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        json_path.write_text(report.as_json())

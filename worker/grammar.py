@@ -23,7 +23,7 @@ MAX_GRAMMAR_LENGTH = 256 * 1024
 CACHED_GRAMMARS = 64
 
 # The form in which most models write JSON by themselves, without room for endless blanks.
-_JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_JSON_FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class GrammarMatchers:

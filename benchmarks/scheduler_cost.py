@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from memory.api import Ledger, LayerRows, PageKind, PageSpec, Row
+from memory.api import LayerRows, Ledger, PageKind, PageSpec, Row
 from worker.api import GenerateRequest, SamplingParams
 from worker.config import WorkerConfig
 from worker.scheduling.ledgers import make_ledger

@@ -114,13 +114,12 @@ class EngineLoop:
         return events
 
     def settle(self, most_steps: int = 4) -> None:
-        """Nobody has work: lets memory finish what it was about (frees of the last step, moves), then audits."""
+        """Nobody has work: lets memory finish what it was about (frees of the last step, moves)."""
         for _ in range(most_steps):
             before = self._ledger.headroom()
             self.step()
             if self._ledger.headroom() == before:
                 break
-        self._ledger.audit()
 
 
 def _is_empty(commands: StepCommands) -> bool:

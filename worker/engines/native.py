@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from memory.api import PAGE_ALIGN_BYTES, PageSpec
@@ -17,6 +18,7 @@ from worker.config import WorkerConfig
 from worker.engines.checks import check_token_ids
 from worker.engines.streams import EventReader, EventStreams
 from worker.errors import ConfigError, EngineDead, InvalidRequest, Overloaded
+from worker.grammar import GrammarMatchers
 from worker.loop import EngineLoop
 from worker.scheduling.admission import tokens_that_fit
 from worker.scheduling.grammars import Grammars
@@ -28,9 +30,13 @@ from worker.scheduling.step import StepPlan, StepResult
 log = logging.getLogger(__name__)
 
 CPU_ARENA_BYTES = 1 << 30
+DEVICE_SHARE = 0.85
+"""Of what the loaded model left on a GPU; activations and kernels' workspaces get the rest."""
 DRAIN_POLL_S = 0.01
 SNAPSHOT_AGE_S = 0.01
 """While steps run, a snapshot is made at most so often; at once when a request came, ended or was sent back."""
+IDLE_AUDIT_S = 1.0
+"""An engine that is idle for so long proves its ledger sound, once."""
 BLOCKED_SLEEP_S = 0.001
 """A loop that has work but could not run any (memory is pinned by a transfer) turns so often."""
 
@@ -61,7 +67,8 @@ class NativeEngine:
     Args:
         config: the worker's settings.
         make_runner: another device side, for tests.
-        grammars: matchers for requests with a grammar; None refuses such requests.
+        grammars: matchers for requests with a grammar; None makes them for the folder's tokenizer, and where that
+            cannot be, such requests are refused.
         audit: prove the ledger sound after every step (tests); it is always proven when the engine turns idle.
         record: told of each plan and its result.
 
@@ -90,6 +97,8 @@ class NativeEngine:
         self._runner.attach_memory(specs, arena_bytes)
         self._model = replace(info, max_model_len=fitting)
         limits = _limits(config, self._model)
+        if grammars is None:
+            grammars = GrammarMatchers.for_folder(Path(config.model), info.vocab_size, info.eos_token_ids)
         self._scheduler = Scheduler(self._ledger, limits, grammars=grammars)
         overlap = info.device != "cpu"
         self._loop = EngineLoop(self._scheduler, self._ledger, self._runner, overlap, audit, record)
@@ -101,6 +110,7 @@ class NativeEngine:
         self._closed = False
         self._error = ""
         self._sequence = 0
+        self._audited = False
         self._advanced_s = time.monotonic()
         self._snapshot = self._take_snapshot()
         self._thread = threading.Thread(target=self._run, name="native-engine", daemon=True)
@@ -235,7 +245,10 @@ class NativeEngine:
         """Hands what came to the scheduler; waits where there is nothing to do. False: the engine is closed."""
         with self._changed:
             while not (self._closed or self._submitted or self._aborted or self._loop.has_work):
-                self._changed.wait()
+                if not self._changed.wait(None if self._audited else IDLE_AUDIT_S):
+                    self._ledger.audit()
+                    self._audited = True
+            self._audited = False
             if self._closed:
                 return False
             changed = bool(self._submitted or self._aborted)
@@ -274,7 +287,10 @@ def _arena_bytes(config: WorkerConfig, runner: Runner) -> int:
         return config.arena_bytes // PAGE_ALIGN_BYTES * PAGE_ALIGN_BYTES
     if runner.model_info.device == "cpu":
         return CPU_ARENA_BYTES
-    raise ConfigError(["arena_bytes=0 needs a runner that knows how much of the device is left"])
+    import torch
+
+    free_bytes, _ = torch.cuda.mem_get_info(torch.device(runner.model_info.device))
+    return int(free_bytes * DEVICE_SHARE) // PAGE_ALIGN_BYTES * PAGE_ALIGN_BYTES
 
 
 def _limits(config: WorkerConfig, info: ModelInfo) -> Limits:

@@ -66,8 +66,8 @@ class OutputForecast:
     def remaining(self, rows: RowTable, slots: IntArray) -> IntArray:
         """[slots] tokens that each running request is expected to come to hold beyond those known now."""
         left = rows.max_total[slots] - rows.num_known[slots]
-        expected = np.where(rows.certain[slots], left, np.ceil(left * self.fraction))
-        return expected.astype(np.int64)
+        expected = np.where(rows.certain[slots], left, np.ceil(left * self.fraction)).astype(np.int64)
+        return np.maximum(expected, rows.min_total[slots] - rows.num_known[slots])
 
     def remaining_of(self, request: Request) -> int:
         """The same for a request that waits."""
@@ -75,7 +75,8 @@ class OutputForecast:
         sampling = request.asked.sampling
         if sampling.ignore_eos and not sampling.stop_token_ids and request.asked.grammar is None:
             return left
-        return int(np.ceil(left * self.fraction))
+        least = request.num_prompt + sampling.min_tokens - request.num_known
+        return max(least, int(np.ceil(left * self.fraction)))
 
 
 def peak_growth_tokens(held: IntArray, growth: IntArray, remaining: IntArray) -> int:

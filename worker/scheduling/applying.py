@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from worker.api import FinishReason, TokenEvent, TokenLogprobs
+from worker.api import FinishReason, TokenEvent
 from worker.scheduling.grammars import Grammars
 from worker.scheduling.request import Request
-from worker.scheduling.rows import RowTable
+from worker.scheduling.rows import IN_FLIGHT, RowTable
 from worker.scheduling.running import RunningSet
 from worker.scheduling.statistics import Statistics
 from worker.scheduling.step import BoolArray, IntArray, StepPlan, StepResult
 from worker.scheduling.stops import check_stops
 
 Ended = Callable[[Request, FinishReason, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What each row took of its new tokens: how many, its output so far, and whether that ended it."""
+
+    count: IntArray
+    generated: IntArray
+    stopped: BoolArray
+    full: BoolArray
 
 
 class Applier:
@@ -65,29 +76,28 @@ class Applier:
         rows.num_known[slots] += num_new - 1
         rows.num_computed[slots] += num_new - 1
         tokens = result.token_ids[at]
-        taken, stopped, full = self._append(slots, tokens, num_new, rows.num_prompt[slots] + before)
-        latest = np.where(rows.samples_in_flight[slots] > 0, -1, tokens[np.arange(len(at)), taken - 1])
-        rows.last_token[slots] = latest
-        self._statistics.generated_tokens += int(taken.sum())
+        taken = self._append(slots, tokens, num_new, before)
+        latest = tokens[np.arange(len(at)), taken.count - 1]
+        rows.last_token[slots] = np.where(rows.samples_in_flight[slots] > 0, IN_FLIGHT, latest)
+        self._statistics.generated_tokens += int(taken.count.sum())
         if self._grammars is not None:
-            self._advance_grammars(slots, tokens, taken)
-        return self._events(slots, at, tokens, taken, before + taken, stopped, full, result, now)
+            self._advance_grammars(slots, tokens, taken.count)
+        return self._events(slots, at, tokens, taken, result, now)
 
-    def _append(
-        self, slots: IntArray, tokens: IntArray, num_new: IntArray, totals: IntArray
-    ) -> tuple[IntArray, BoolArray, BoolArray]:
-        """Appends each row's tokens up to its first stop: tokens taken, stopped by token, stopped by length."""
+    def _append(self, slots: IntArray, tokens: IntArray, num_new: IntArray, before: IntArray) -> Taken:
+        """Appends each row's tokens up to its first stop; ``before``: how many it had generated."""
         stopped = np.zeros(len(slots), dtype=np.bool_)
         full = np.zeros(len(slots), dtype=np.bool_)
-        taken = np.zeros(len(slots), dtype=np.int64)
+        count = np.zeros(len(slots), dtype=np.int64)
+        known = self._rows.num_prompt[slots] + before
         for column in range(int(num_new.max(initial=0))):
             on = np.flatnonzero((num_new > column) & ~stopped & ~full)
             fresh = tokens[on, column]
             self._rows.append(slots[on], fresh)
-            taken[on] += 1
-            stops = check_stops(self._rows, slots[on], fresh, totals[on] + taken[on])
+            count[on] += 1
+            stops = check_stops(self._rows, slots[on], fresh, known[on] + count[on])
             stopped[on], full[on] = stops.by_token, stops.by_length
-        return taken, stopped, full
+        return Taken(count, before + count, stopped, full)
 
     def _advance_grammars(self, slots: IntArray, tokens: IntArray, taken: IntArray) -> None:
         assert self._grammars is not None
@@ -95,56 +105,44 @@ class Applier:
             self._grammars.advance(int(self._rows.requests[slots[row]]), tokens[row, : taken[row]].tolist())
 
     def _events(
-        self,
-        slots: IntArray,
-        at: IntArray,
-        tokens: IntArray,
-        taken: IntArray,
-        generated: IntArray,
-        stopped: BoolArray,
-        full: BoolArray,
-        result: StepResult,
-        now: float,
+        self, slots: IntArray, at: IntArray, tokens: IntArray, taken: Taken, result: StepResult, now: float
     ) -> list[TokenEvent]:
-        occupant = self._rows.occupant
-        logprobs = result.logprobs
-        none: tuple[TokenLogprobs, ...] = ()
-        ends = (stopped | full).tolist()
-        by_token = stopped.tolist()
-        events = []
-        for row, (slot, source, count, total) in enumerate(
-            zip(slots.tolist(), at.tolist(), taken.tolist(), generated.tolist(), strict=True)
-        ):
-            request = occupant(slot)
-            if total == count:
-                request.first_token_s = now
-            fresh = tuple(tokens[row, :count].tolist())
-            probs = logprobs[source][:count] if logprobs else none
-            if not ends[row]:
-                events.append(TokenEvent(request.asked.request_id, fresh, total, probs))
-                continue
-            reason = FinishReason.STOP if by_token[row] else FinishReason.LENGTH
-            stop_id = fresh[-1] if by_token[row] else None
-            self._finish(slot, reason, total)
-            events.append(
-                TokenEvent(
-                    request.asked.request_id,
-                    fresh,
-                    total,
-                    probs,
-                    reason,
-                    stop_id,
-                    "",
-                    request.timeline(total, now),
-                )
+        rows = self._rows
+        for slot in slots[taken.generated == taken.count].tolist():
+            rows.occupant(slot).first_token_s = now
+        ids = rows.request_ids
+        fresh: Iterable[tuple[int, ...]]
+        if (taken.count == 1).all():
+            fresh = zip(tokens[:, 0].tolist(), strict=True)
+        else:
+            fresh = (
+                tuple(row[:count]) for row, count in zip(tokens.tolist(), taken.count.tolist(), strict=True)
             )
+        events = list(
+            map(TokenEvent, [ids[slot] for slot in slots.tolist()], fresh, taken.generated.tolist())
+        )
+        if result.logprobs:
+            for row, source in enumerate(at.tolist()):
+                if result.logprobs[source]:
+                    count = int(taken.count[row])
+                    events[row] = replace(events[row], logprobs=result.logprobs[source][:count])
+        for row in np.flatnonzero(taken.stopped | taken.full).tolist():
+            events[row] = self._finish(int(slots[row]), bool(taken.stopped[row]), events[row], now)
         return events
 
-    def _finish(self, slot: int, reason: FinishReason, num_generated: int) -> None:
+    def _finish(self, slot: int, stopped: bool, last: TokenEvent, now: float) -> TokenEvent:
+        """Ends a request with the event that carries its last tokens."""
         self._aborted.discard(slot)
         request = self._running.release(slot)
-        self._statistics.retractions.finished(self._clock())
-        self._ended(request, reason, num_generated)
+        self._statistics.retractions.finished(now)
+        reason = FinishReason.STOP if stopped else FinishReason.LENGTH
+        self._ended(request, reason, last.num_generated)
+        return replace(
+            last,
+            finish_reason=reason,
+            stop_token_id=last.token_ids[-1] if stopped else None,
+            timeline=request.timeline(last.num_generated, now),
+        )
 
     def _leave(self, slot: int, now: float) -> list[TokenEvent]:
         """What was to take effect after the step in flight: an abort, else a retraction."""

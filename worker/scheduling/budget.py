@@ -26,21 +26,18 @@ class StepBudget:
         self.rows -= 1
 
 
-def choose_decode_rows(
-    slots: IntArray, last_step: IntArray, max_step_tokens: int, kept_tokens: int
-) -> IntArray:
-    """The decode rows of a step: all that fit, else those that ran longest ago.
+def choose_decode_rows(slots: IntArray, room: int, cursor: int) -> tuple[IntArray, int]:
+    """The decode rows of a step, at most ``room``, and the cursor for the next step.
 
     Args:
         slots: rows that want one token; ascending.
-        last_step: per slot, the step it last ran in.
-        kept_tokens: tokens that decode rows must leave to prefill.
+        cursor: where rows do not all fit, they take turns behind this slot.
     """
-    room = max(1, max_step_tokens - kept_tokens)
     if len(slots) <= room:
-        return slots
-    order = np.argsort(last_step[slots], kind="stable")
-    return np.sort(slots[order[:room]])
+        return slots, cursor
+    start = int(np.searchsorted(slots, cursor, side="right"))
+    turn = np.take(slots, np.arange(start, start + room), mode="wrap")
+    return np.sort(turn), int(turn[-1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,6 @@ class RowTable:
         self.min_total = ints()
         self.capacity = ints()
         self.last_token = ints()
-        self.last_step = ints(-1)
         self.steps_in_flight = ints()
         self.samples_in_flight = ints()
         self.leaving = flags()
@@ -51,6 +50,7 @@ class RowTable:
         self.end_ids: IntArray = np.array(end_token_ids, dtype=np.int64)
         self._tail: IntArray = np.zeros((max_running, TAIL_TOKENS), dtype=np.int64)
         self._tail_len = ints()
+        self.request_ids = [""] * max_running
         self._occupants: list[Request | None] = [None] * max_running
         self._free = list(range(max_running - 1, -1, -1))
 
@@ -89,6 +89,7 @@ class RowTable:
         slot = self._free.pop()
         sampling = request.asked.sampling
         self._occupants[slot] = request
+        self.request_ids[slot] = request.asked.request_id
         self.requests[slot] = request.number
         self.num_known[slot] = request.num_known
         self.num_computed[slot] = num_computed
@@ -98,7 +99,6 @@ class RowTable:
         self.min_total[slot] = request.num_prompt + sampling.min_tokens
         self.capacity[slot] = capacity
         self.last_token[slot] = request.prefill[-1]
-        self.last_step[slot] = -1
         self.steps_in_flight[slot] = self.samples_in_flight[slot] = 0
         self.leaving[slot] = False
         self.heeds_eos[slot] = not sampling.ignore_eos

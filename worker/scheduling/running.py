@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from memory.api import NO_MATCH, Ledger, PageAsk, PageKind, PrefixMatch, Shortage
+from memory.api import CHECKPOINT_TOKENS, NO_MATCH, Ledger, PageAsk, PageKind, PrefixMatch, Shortage
 from memory.ledger.retraction import RetractionCandidate, choose_victim
 from worker.scheduling.request import Request
 from worker.scheduling.rows import RowTable
@@ -18,11 +18,17 @@ class RunningSet:
         ledger: the book of pages.
         rows: the running requests as arrays.
         keep_prefixes: whether released pages are offered to the prefix cache.
+        keep_outputs: whether that includes what was computed one token at a time.
         on_sent_back: called with each request that lost its pages and must wait again.
     """
 
     def __init__(
-        self, ledger: Ledger, rows: RowTable, keep_prefixes: bool, on_sent_back: Callable[[Request], None]
+        self,
+        ledger: Ledger,
+        rows: RowTable,
+        keep_prefixes: bool,
+        keep_outputs: bool,
+        on_sent_back: Callable[[Request], None],
     ) -> None:
         self.ledger = ledger
         self.rows = rows
@@ -32,6 +38,7 @@ class RunningSet:
         self.disturbed = False
         """whether somebody lacked memory since ``begin``"""
         self._keep_prefixes = keep_prefixes
+        self._keep_outputs = keep_outputs
         self._on_sent_back = on_sent_back
         self._recurrent = any(spec.kind is PageKind.STATE for spec in ledger.specs.values())
         self._coming_bytes = 0
@@ -120,16 +127,19 @@ class RunningSet:
         number, num_computed = int(rows.requests[slot]), int(rows.num_computed[slot])
         request = rows.vacate(slot)
         self.tables.stop(slot)
-        if self._keep_prefixes:
-            kept = min(num_computed, request.num_known - 1)
-            if self._recurrent and kept != num_computed:
-                kept = 0  # a step in flight carries the state past the last kept token
-            tokens = request.known_token_ids()[:kept]
-            self.ledger.release(number, tokens, kept, request.asked.cache_salt)
-        else:
-            self.ledger.release(number)
+        kept = self._num_kept(request, num_computed) if self._keep_prefixes else 0
+        self.ledger.release(number, request.known_token_ids()[:kept], kept, request.asked.cache_salt)
         self.num_releases += 1
         return request
+
+    def _num_kept(self, request: Request, num_computed: int) -> int:
+        """Leading tokens whose pages later requests may share, the states as they stand now included."""
+        kept = min(num_computed, request.num_known - 1)
+        if not self._keep_outputs:
+            kept = min(kept, request.num_prompt) // CHECKPOINT_TOKENS * CHECKPOINT_TOKENS
+        if self._recurrent and kept != num_computed:
+            return 0  # the state is past them, by a step in flight or by output that is not to be shared
+        return kept
 
     def offer_checkpoint(self, slot: int, num_tokens: int) -> bool:
         """Offers a row's first ``num_tokens`` tokens to the prefix cache; its state must be just there."""

@@ -8,18 +8,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memory.api import CHECKPOINT_TOKENS, NO_MATCH, Ledger, PageKind, PageSpec, Shortage, StepCommands
+from memory.api import CHECKPOINT_TOKENS, NO_MATCH, Ledger, PageKind, PageSpec, Shortage
 from worker.api import FinishReason, GenerateRequest, TokenEvent
 from worker.errors import InvalidRequest
 from worker.scheduling.admission import AdmissionControl, OutputForecast, check_can_finish
 from worker.scheduling.applying import Applier
 from worker.scheduling.budget import ChunkRule, StepBudget, choose_decode_rows, last_checkpoint
 from worker.scheduling.grammars import Grammars
+from worker.scheduling.planning import PlanBuilder
 from worker.scheduling.request import Request, Status
-from worker.scheduling.rows import IN_FLIGHT, RowTable
+from worker.scheduling.rows import RowTable
 from worker.scheduling.running import RunningSet
 from worker.scheduling.statistics import Statistics
-from worker.scheduling.step import IntArray, StartedRow, StepPlan, StepResult
+from worker.scheduling.step import IntArray, StepPlan, StepResult
 from worker.scheduling.waiting import WaitingQueue
 
 RECHECK_STEPS = 16
@@ -35,8 +36,8 @@ class Limits:
         max_step_tokens: tokens in one step.
         max_model_len: tokens of a request, prompt and output together.
         end_token_ids: the model's own end tokens.
-        deterministic: chunks end only at multiples of CHECKPOINT_TOKENS, and the output of a request that was sent
-            back is computed again token by token.
+        deterministic: chunks end only at multiples of CHECKPOINT_TOKENS, the output of a request that was sent back is
+            computed again token by token, and no output is shared, since a prompt would be computed another way.
         prefix_cache: whether prefixes are looked up and kept.
         checkpoint_tokens: with STATE or WINDOW, how far apart checkpoints are offered, besides the prompt's end.
         seed: of requests that name none.
@@ -84,7 +85,9 @@ class Scheduler:
         self.statistics = Statistics()
         self.rows = RowTable(limits.max_running, limits.end_token_ids)
         self.waiting = WaitingQueue()
-        self.running = RunningSet(ledger, self.rows, limits.prefix_cache, self._sent_back)
+        self.running = RunningSet(
+            ledger, self.rows, limits.prefix_cache, not limits.deterministic, self._sent_back
+        )
         self._ledger = ledger
         self._grammars = grammars
         self._clock = clock
@@ -93,12 +96,14 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._num_requests = 0
         self._blocked = (-1, -1, -1)
+        self._cursor = -1
         kinds = {spec.kind for spec in ledger.specs.values()}
         self._bundled = limits.prefix_cache and bool(kinds & {PageKind.STATE, PageKind.WINDOW})
         self._whole_asks = PageKind.WINDOW not in kinds
         self._align = _block_tokens(ledger.specs.values(), self._bundled)
         strict = limits.deterministic
         self._rule = ChunkRule(CHECKPOINT_TOKENS if strict else self._align if self._bundled else 1, strict)
+        self._builder = PlanBuilder(self.running, grammars)
         self._applier = Applier(self.running, self.statistics, grammars, clock, self._ended)
 
     # ---- requests come and go
@@ -195,14 +200,15 @@ class Scheduler:
         prefill = slots[~one]
         most = self.limits.max_step_tokens
         kept = self._rule.kept_tokens(most) if len(prefill) or len(self.waiting) else 0
-        decode = self._with_room(choose_decode_rows(slots[one], self.rows.last_step, most, kept))
+        decode, self._cursor = choose_decode_rows(slots[one], max(1, most - kept), self._cursor)
+        decode = self._with_room(decode)
         budget = StepBudget(most - len(decode), self.limits.max_running - len(decode))
         chunks = self._choose_chunks(prefill, budget)
         started = self._admit(step, budget)
         # A row chosen early may have been sent back for a later one.
         decode = decode[(self.rows.requests[decode] >= 0) & ~self.rows.leaving[decode]]
         chunks = [(slot, length) for slot, length in chunks if self._stays(slot)] + started
-        return self._plan(step, decode, chunks, [slot for slot, _ in started])
+        return self._builder.build(step, decode, chunks, [slot for slot, _ in started])
 
     def _stays(self, slot: int) -> bool:
         return bool(self.rows.requests[slot] >= 0 and not self.rows.leaving[slot])
@@ -224,7 +230,7 @@ class Scheduler:
         """The next token count at which the row is offered to the prefix cache, 0 for never."""
         computed = int(self.rows.num_computed[slot])
         end = last_checkpoint(len(self.rows.occupant(slot).prefill), self._align)
-        if not self._bundled:
+        if not self._bundled or self.limits.deterministic:
             return end if computed < end else 0
         spacing = -(-self.limits.checkpoint_tokens // self._align) * self._align
         spaced = (computed // spacing + 1) * spacing
@@ -326,71 +332,3 @@ class Scheduler:
             request.num_cached_tokens = num_cached
             self.statistics.prompt_tokens += request.num_prompt
             self.statistics.cached_tokens += num_cached
-
-    def _plan(
-        self, step: int, decode: IntArray, chunks: list[tuple[int, int]], started: list[int]
-    ) -> StepPlan:
-        """Puts the chosen rows in order and counts them as computed."""
-        rows = self.rows
-        chunks.sort(key=lambda chunk: chunk[1] > 1)
-        slots = np.concatenate([decode, np.array([slot for slot, _ in chunks], dtype=np.int64)])
-        query_len = np.ones(len(slots), dtype=np.int64)
-        query_len[len(decode) :] = [length for _, length in chunks]
-        num_computed = rows.num_computed[slots]
-        known = rows.num_known[slots]
-        samples = num_computed + query_len == known
-        plan = StepPlan(
-            step=step,
-            requests=rows.requests[slots],
-            slots=slots,
-            query_len=query_len,
-            num_computed=num_computed,
-            token_ids=self._token_ids(slots, query_len, known - num_computed),
-            samples=samples,
-            num_decode_rows=int((query_len == 1).sum()),
-            groups=self.running.tables.gather(slots),
-            commands=StepCommands(step),
-            started=tuple(self._started_row(slot) for slot in started),
-            token_masks=self._masks(slots, samples),
-        )
-        rows.num_computed[slots] += query_len
-        rows.steps_in_flight[slots] += 1
-        rows.last_step[slots] = step
-        sampling = slots[samples]
-        rows.num_known[sampling] += 1
-        rows.samples_in_flight[sampling] += 1
-        rows.last_token[sampling] = IN_FLIGHT
-        return plan
-
-    def _token_ids(self, slots: IntArray, query_len: IntArray, need: IntArray) -> IntArray:
-        """[sum of query_len] the rows' tokens: the last one where only that is missing, else from the prefill."""
-        simple = need == 1
-        if simple.all():
-            found: IntArray = self.rows.last_token[slots]
-            return found
-        starts = np.cumsum(query_len) - query_len
-        tokens = np.empty(int(query_len.sum()), dtype=np.int64)
-        tokens[starts[simple]] = self.rows.last_token[slots[simple]]
-        for row in np.flatnonzero(~simple).tolist():
-            slot, start, length = int(slots[row]), int(starts[row]), int(query_len[row])
-            computed = int(self.rows.num_computed[slot])
-            tokens[start : start + length] = self.rows.occupant(slot).prefill[computed : computed + length]
-        return tokens
-
-    def _started_row(self, slot: int) -> StartedRow:
-        request = self.rows.occupant(slot)
-        return StartedRow(
-            slot,
-            request.number,
-            request.asked.sampling,
-            request.seed,
-            request.known_token_ids(),
-            request.num_prompt,
-        )
-
-    def _masks(self, slots: IntArray, samples: np.ndarray) -> dict[int, np.ndarray]:
-        if self._grammars is None:
-            return {}
-        bound = np.flatnonzero(samples & self.rows.has_grammar[slots])
-        masks = {int(row): self._grammars.mask(int(self.rows.requests[slots[row]])) for row in bound}
-        return {row: mask for row, mask in masks.items() if mask is not None}

@@ -14,19 +14,23 @@ from worker.engines.fake import FakeEngine
 from worker.engines.fake_script import FakeScript
 
 FAKE_SCRIPT = FakeScript(
-    output="random", vocab_size=288, eos_token_ids=(4, 2), bytes_per_token=64, max_model_len=4096
+    output="random",
+    vocab_size=288,
+    eos_token_ids=(4, 2),
+    bytes_per_token=64,
+    max_model_len=4096,
+    tokens_per_s=1000.0,
 )
 
 
 @dataclass(frozen=True)
 class EngineKind:
     """``make`` builds an engine from configuration overrides; ``make_failing(n)`` one whose loop raises once it has
-    generated n tokens in all. ``max_running``: requests that it can run at once."""
+    generated n tokens in all."""
 
     name: str
     make: Callable[..., Engine]
     make_failing: Callable[[int], Engine]
-    max_running: int = 64
 
     def opened(self, **options: Any) -> AbstractContextManager[Engine]:
         """A made engine that is closed at the end of a ``with`` block."""
@@ -98,7 +102,7 @@ def _native_on_fake_runner(num_tokens: int = 0, **options: Any) -> Engine:
 
 ENGINES = (
     EngineKind("fake", _fake, _failing_fake),
-    EngineKind("transformers", _transformers, _failing_transformers, max_running=1),
+    EngineKind("transformers", _transformers, _failing_transformers),
     EngineKind("native", _native, _failing_native),
     EngineKind("native on a fake runner", _native_on_fake_runner, _native_on_fake_runner),
 )

@@ -16,9 +16,9 @@ from tests.helpers.scheduling import (
     Desk,
     bytes_for,
     make_desk,
+    optimist,
 )
 from worker.api import FinishReason
-from worker.scheduling.admission import OutputForecast
 
 SPECS = {"full": FULL, "hybrid": HYBRID, "windowed": WINDOWED, "all": ALL_KINDS, "recurrent": RECURRENT}
 MOST_TOKENS = 300
@@ -40,11 +40,6 @@ def crowd(desk: Desk, count: int, seed: int) -> None:
             ignore_eos=rng.random() < 0.3,
             stop_token_ids=(number,) if rng.random() < 0.3 else (),
         )
-
-
-def optimist() -> OutputForecast:
-    """Expects next to no output, whatever happens: admits until somebody must be sent back."""
-    return OutputForecast(0.0, memory=1 << 40, penalty=0.0, least=0.0)
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["lock-step", "overlap"])

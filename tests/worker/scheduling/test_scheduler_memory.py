@@ -6,18 +6,13 @@ import numpy as np
 import pytest
 
 from memory.api import PageAsk, Shortage
-from tests.helpers.scheduling import ALL_KINDS, FULL, HYBRID, LEDGERS, Desk, bytes_for, make_desk
+from tests.helpers.scheduling import ALL_KINDS, FULL, HYBRID, LEDGERS, Desk, bytes_for, make_desk, optimist
 from worker.api import FinishReason
 from worker.errors import InvalidRequest, PromptTooLong
 from worker.scheduling.admission import OutputForecast, peak_growth_tokens
 
 PAGE_BYTES = 128
 """Of a FULL page of 16 tokens."""
-
-
-def optimist() -> OutputForecast:
-    """Expects next to no output, whatever happens."""
-    return OutputForecast(0.0, memory=1 << 40, penalty=0.0, least=0.0)
 
 
 NO_END = {"logit_bias": ((3, -100.0),)}

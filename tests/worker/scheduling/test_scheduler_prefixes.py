@@ -1,0 +1,99 @@
+"""What requests share: prefixes by tokens and salt, checkpoints of states, and a request's own pages after it was
+sent back."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.scheduling import ALL_KINDS, FULL, HYBRID, WINDOWED, Desk, make_desk
+
+SPECS = {"full": FULL, "hybrid": HYBRID, "windowed": WINDOWED, "all": ALL_KINDS}
+PROMPT = tuple(range(20, 170))
+
+
+def cached(desk: Desk, request_id: str) -> int:
+    """How many tokens of a finished request came from the cache."""
+    line = desk.last(request_id).timeline
+    assert line is not None
+    return line.num_cached_tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("full", 144), ("hybrid", 128), ("windowed", 128), ("all", 128)]
+)
+def test_a_prompt_seen_before_starts_behind_what_is_kept(name: str, expected: int) -> None:
+    desk = make_desk(SPECS[name])
+    desk.ask("first", PROMPT, max_tokens=5, ignore_eos=True)
+    desk.finish()
+    desk.ask("again", PROMPT, max_tokens=5, ignore_eos=True)
+    desk.ask("longer", (*PROMPT, 5, 6), max_tokens=5, ignore_eos=True)
+    desk.ask("other salt", PROMPT, salt="tenant", max_tokens=5, ignore_eos=True)
+    desk.ask("other start", PROMPT[1:], max_tokens=5, ignore_eos=True)
+    desk.finish()
+    desk.check_answers()
+    found = [
+        cached(desk, request_id) for request_id in ("first", "again", "longer", "other salt", "other start")
+    ]
+    assert found == [0, expected, expected, 0, 0]
+    counts = desk.scheduler.statistics
+    assert (counts.prompt_tokens, counts.cached_tokens) == (150 * 4 + 152 - 1, 2 * expected)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_running_request_shares_its_prompt(name: str) -> None:
+    desk = make_desk(SPECS[name])
+    desk.ask("first", PROMPT, max_tokens=100, ignore_eos=True)
+    desk.step(6)
+    desk.ask("second", PROMPT, max_tokens=3, ignore_eos=True)
+    desk.finish()
+    assert cached(desk, "second") >= 128
+    desk.check_answers()
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_conversation_goes_on_from_its_last_turn(name: str) -> None:
+    desk = make_desk(SPECS[name])
+    desk.ask("turn 1", PROMPT, max_tokens=150, ignore_eos=True)
+    desk.finish()
+    follow_up = (*PROMPT, *desk.tokens("turn 1"), 9, 9, 9)
+    desk.ask("turn 2", follow_up, max_tokens=5, ignore_eos=True)
+    desk.finish()
+    assert cached(desk, "turn 2") >= 256
+    desk.check_answers()
+
+
+def test_without_the_cache_nothing_is_kept() -> None:
+    desk = make_desk(ALL_KINDS, prefix_cache=False)
+    free = desk.ledger.headroom().available_bytes
+    for name in ("first", "again"):
+        desk.ask(name, PROMPT, max_tokens=5, ignore_eos=True)
+        desk.finish()
+    assert cached(desk, "again") == 0
+    headroom = desk.ledger.headroom()
+    assert headroom.available_bytes == free
+    assert sum(kind.reclaimable_bytes for kind in headroom.kinds.values()) == 0
+
+
+def test_deterministic_requests_never_start_from_another_ones_output() -> None:
+    desk = make_desk(ALL_KINDS, deterministic=True, max_step_tokens=128)
+    desk.ask("turn 1", PROMPT, max_tokens=150, ignore_eos=True)
+    desk.finish()
+    follow_up = (*PROMPT, *desk.tokens("turn 1"), 9, 9, 9)
+    desk.ask("turn 2", follow_up, max_tokens=5, ignore_eos=True)
+    desk.finish()
+    assert cached(desk, "turn 2") == 128, "the prompt's last checkpoint, no further"
+    desk.check_answers()
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_who_comes_back_finds_its_own_pages(name: str) -> None:
+    desk = make_desk(SPECS[name])
+    desk.ask("a", PROMPT, max_tokens=200, ignore_eos=True)
+    desk.step(140)
+    before = len(desk.tokens("a"))
+    desk.scheduler.running.send_back(int(desk.scheduler.rows.taken()[0]))
+    (plan,) = desk.step()
+    assert plan.num_computed[0] >= 256
+    assert plan.started[0].known_token_ids == (*PROMPT, *desk.expected("a")[:before])
+    desk.finish()
+    desk.check_answers()

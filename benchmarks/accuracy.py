@@ -26,7 +26,9 @@ from typing import Any
 from benchmarks.intervals import paired_difference, wilson_interval
 from benchmarks.report import NOT_APPLICABLE, Conditions, Report, publish, report_parser
 
-INSTRUCTION = "Solve the problem step by step. End with a line that holds four number signs and the final number, as in: #### 42"
+INSTRUCTION = (
+    "Solve the problem step by step. End with a line of four number signs and the result, as in: #### 42"
+)
 _MARKED = re.compile(r"####\s*\$?\s*(-?[\d,]*\.?\d+)")
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _CALCULATION = re.compile(r"<<[^>]*>>")
@@ -73,7 +75,7 @@ def read_questions(path: Path) -> list[Question]:
     """All questions of a .jsonl or .jsonl.xz file; ValueError names a line without a final number."""
     text = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
     questions = []
-    for count, line in enumerate(text.decode("utf-8").splitlines(), start=1):
+    for count, line in enumerate(text.decode("utf-8").rstrip("\n").split("\n"), start=1):
         entry = json.loads(line)
         marked = _MARKED.search(entry["answer"])
         if marked is None:

@@ -60,7 +60,7 @@ def read_model_info(
         eos_token_ids=end_token_ids(read_json(folder / "generation_config.json"), config),
         num_layers=int(config.get("num_hidden_layers") or 0),
         num_experts=experts,
-        experts_per_token=int(config.get("num_experts_per_tok") or 0) if experts else 0,
+        experts_per_token=_per_token(config) if experts else 0,
         dtype=dtype,
         device=device,
     )
@@ -73,3 +73,7 @@ def _tokenizer_size(path: Path) -> int:
     if isinstance(vocabulary, dict):
         ids += [int(token) for token in vocabulary.values()]
     return max(ids, default=-1) + 1
+
+
+def _per_token(config: Mapping[str, Any]) -> int:
+    return int(config.get("num_experts_per_tok") or config.get("num_experts_per_token") or 0)

@@ -193,3 +193,62 @@ def test_a_thousand_streams_cost_little_and_keep_their_pace() -> None:
 def test_the_fake_engine_loads_no_torch() -> None:
     code = "import sys, worker.engines.fake; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_cached_prefixes_shorten_the_first_token_and_are_counted() -> None:
+    prompt = tuple(range(200))
+
+    with fake(prefix_blocks=8, prefill_tokens_per_s=1000.0, vocab_size=256) as engine:
+        first = asyncio.run(read(engine, "a", prompt, max_tokens=1)).timeline
+        second = asyncio.run(read(engine, "b", prompt, max_tokens=1)).timeline
+        assert first is not None
+        assert second is not None
+        assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 192)
+        assert second.first_token_s - second.scheduled_s < first.first_token_s - first.scheduled_s - 0.1
+        assert engine.snapshot().cached_tokens == 192
+        salted = GenerateRequest("c", prompt, SamplingParams(max_tokens=1), cache_salt="other")
+        engine.submit(salted)
+        (event,) = asyncio.run(_all(engine, "c"))
+        assert event.timeline is not None
+        assert event.timeline.num_cached_tokens == 0
+        for number in range(4):  # 3 blocks each: the first prompt's are given up
+            asyncio.run(read(engine, "d", tuple((7 * n + number) % 256 for n in range(200)), max_tokens=1))
+        again = asyncio.run(read(engine, "e", prompt, max_tokens=1)).timeline
+        assert again is not None
+        assert again.num_cached_tokens == 0
+
+
+async def _all(engine: FakeEngine, name: str) -> list[TokenEvent]:
+    return [event async for event in engine.stream(name)]
+
+
+def test_resident_experts_are_reported_and_misses_counted() -> None:
+    experts = {
+        "num_layers": 3,
+        "num_experts": 10,
+        "experts_per_token": 2,
+        "resident_experts": 4,
+        "expert_bytes": 100,
+    }
+    with fake(output="script", token_ids=(1, 1, 1, 2, 3, 1), vocab_size=16, **experts) as engine:
+        assert engine.snapshot().experts is not None
+        answer(engine, max_tokens=3)
+        snapshot = engine.snapshot()
+        assert (snapshot.expert_misses, snapshot.expert_hits) == (6, 12), "one token: its experts miss once"
+        assert snapshot.expert_bytes_paged == 600
+        residency = snapshot.experts
+        assert residency is not None
+        bits = int.from_bytes(residency.bits, "little")
+        assert bits.bit_count() == 6
+        assert [(bits >> (10 * layer) & 0x3FF).bit_count() for layer in range(3)] == [2, 2, 2]
+        assert len(residency.bits) == 4
+        answer(engine, max_tokens=6)
+        later = engine.snapshot()
+        assert later.experts is not None
+        assert later.experts.generation > residency.generation
+        assert int.from_bytes(later.experts.bits, "little").bit_count() == 12, (
+            "never more than the cache holds"
+        )
+        assert later.expert_misses + later.expert_hits == 9 * 6
+    with fake() as engine:
+        assert engine.snapshot().experts is None

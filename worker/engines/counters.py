@@ -34,6 +34,7 @@ class EngineCounters:
     num_aborted: int = 0
     num_retractions: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     generated_tokens: int = 0
     _sequence: int = 0
     _retractions: deque[float] = field(default_factory=deque)
@@ -77,6 +78,7 @@ class EngineCounters:
             num_retractions=self.num_retractions,
             retraction_rate=len(self._retractions) / RATE_WINDOW_S,
             prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
             generated_tokens=self.generated_tokens,
             queue_wait_s=_recent_mean(self._waits, oldest),
             step_s=_recent_mean(self._steps, oldest),

@@ -25,6 +25,7 @@ from worker.api import (
 from worker.config import WorkerConfig
 from worker.engines.checks import check_token_ids
 from worker.engines.counters import EngineCounters, QueueState
+from worker.engines.fake_caches import FakeExperts, FakePrefixes
 from worker.engines.fake_script import FakeScript, TokenSource, read_script
 from worker.engines.streams import EventReader, EventStreams
 from worker.errors import EngineDead, InvalidRequest, Overloaded, PromptTooLong
@@ -64,6 +65,8 @@ class FakeEngine:
         self._script = script if script is not None else read_script(folder)
         self._model = _model_info(config, folder, self._script)
         self._arena_bytes = self._script.arena_bytes or config.arena_bytes
+        self._prefixes = FakePrefixes(self._script)
+        self._experts = FakeExperts(self._script, self._model)
         self._streams = EventStreams()
         self._counters = EngineCounters()
         self._changed = threading.Condition()
@@ -137,7 +140,13 @@ class FakeEngine:
                 max_running=self._config.max_running,
                 draining=self._draining,
             )
-            return self._counters.snapshot(queue, self._headroom())
+            return replace(
+                self._counters.snapshot(queue, self._headroom()),
+                expert_hits=self._experts.hits,
+                expert_misses=self._experts.misses,
+                expert_bytes_paged=self._experts.misses * self._script.expert_bytes,
+                experts=self._experts.residency(),
+            )
 
     async def drain(self, timeout_s: float) -> int:
         """Refuses new requests, waits, and aborts what is left after ``timeout_s``."""
@@ -223,10 +232,14 @@ class FakeEngine:
             self._waiting.popleft()
             self._running[live.request.request_id] = live
             self._running_tokens += live.num_tokens
-            live.due_s = now + self._script.first_token_delay_s(live.num_tokens)
+            prompt, salt = live.request.prompt_token_ids, live.request.cache_salt
+            cached = self._prefixes.match(prompt, salt)
+            self._prefixes.insert(prompt, salt)
+            live.due_s = now + self._script.first_token_delay_s(live.num_tokens - cached)
             if not live.stamps.scheduled_s:
-                live.stamps = replace(live.stamps, scheduled_s=time.time())
+                live.stamps = replace(live.stamps, scheduled_s=time.time(), num_cached_tokens=cached)
                 self._counters.scheduled(now - live.queued_s)
+                self._counters.cached_tokens += cached
 
     def _used_bytes(self) -> int:
         return self._script.bytes_per_token * self._running_tokens
@@ -256,6 +269,7 @@ class FakeEngine:
         self._counters.generated_tokens += 1
         if not live.stamps.first_token_s:
             live.stamps = replace(live.stamps, first_token_s=time.time())
+        live.due_s += self._script.miss_s * self._experts.use(token)
         if self._script.tokens_per_s:
             # From the time it was due and not from now: a late step does not slow the stream down.
             live.due_s += 1.0 / self._script.tokens_per_s
@@ -325,4 +339,7 @@ def _model_info(config: WorkerConfig, folder: Path, script: FakeScript) -> Model
         vocab_size=script.vocab_size or found.vocab_size or 256,
         max_model_len=found.max_model_len or script.max_model_len,
         eos_token_ids=script.eos_token_ids or found.eos_token_ids,
+        num_layers=script.num_layers or found.num_layers,
+        num_experts=script.num_experts or found.num_experts,
+        experts_per_token=script.experts_per_token or found.experts_per_token,
     )

@@ -35,6 +35,10 @@ class FakeScript:
         stall_after_tokens: the loop stands still from then on; 0: never.
         vocab_size, eos_token_ids: 0 or empty: as the folder's files say (256 and none without files).
         max_model_len: where neither the folder nor the worker's configuration says.
+        prefix_blocks: blocks of 64 prompt tokens that the simulated prefix cache keeps; 0: none.
+        num_layers, num_experts, experts_per_token: of the simulated model; 0: as the folder's files say.
+        resident_experts: experts of each layer in the simulated expert cache; 0: no such cache.
+        expert_bytes, miss_s: bytes and extra seconds that one miss costs.
     """
 
     output: str = "echo"
@@ -51,6 +55,13 @@ class FakeScript:
     vocab_size: int = 0
     eos_token_ids: tuple[int, ...] = ()
     max_model_len: int = 4096
+    prefix_blocks: int = 0
+    num_layers: int = 0
+    num_experts: int = 0
+    experts_per_token: int = 0
+    resident_experts: int = 0
+    expert_bytes: int = 0
+    miss_s: float = 0.0
 
     def __post_init__(self) -> None:
         problems = []

@@ -17,7 +17,9 @@ from worker.advise.formats import find_format
 from worker.advise.named import find_geometry
 from worker.advise.plan import Machine, Plan, Workload, make_plan, prefill_link_bytes, resident_row
 from worker.advise.sizing import sizing_page
+from worker.advise.start import start_lines
 from worker.advise.words import advice_sentences, cost_sentences, implied_sentences, report, sized, table
+from worker.config import WorkerConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -196,3 +198,12 @@ def test_advice_needs_no_torch() -> None:
     assert done.returncode == 0, done.stderr
     assert "Advice" in done.stdout
     assert report(plan())[0].startswith("qwen3-30b-a3b")
+
+
+def test_a_start_gets_advice_or_a_sentence_why_not(tmp_path: Path) -> None:
+    config = WorkerConfig(model=str(tiny_folder()), max_running=4)
+    assert "experts=resident" in " ".join(start_lines(config, 24 * 10**9, 64 * 10**9))
+    (tmp_path / "config.json").write_text('{"model_type": "abacus"}')
+    (line,) = start_lines(WorkerConfig(model=str(tmp_path)), 24 * 10**9, 64 * 10**9)
+    assert line.startswith("No advice: ")
+    assert "num_hidden_layers" in line

@@ -129,16 +129,30 @@ class Layout:
         if self.rigid or (pool.anchor is not Anchor.FLOAT and up is not (pool.anchor is Anchor.LOW)):
             return 0
         edge = self._edge(index, up)
-        low, high = (pool.high_byte, edge) if up else (edge, pool.low_byte)
-        if self.floor_places:
-            needed = self.floor_places - (self.usable_places() - self.places_in(low, high))
-            if needed > 0 and up:
-                edge = (high // self.place_bytes - needed) * self.place_bytes
-            elif needed > 0:
-                edge = (-(-low // self.place_bytes) + needed) * self.place_bytes
+        size, places = self.place_bytes, self._floor_beside(index, up)
         if up:
+            if places:
+                edge = (edge // size - places) * size
             return max(0, pool.grid.page_down(edge) - pool.last)
+        if places:
+            edge = (-(-edge // size) + places) * size
         return max(0, pool.first - pool.grid.page_up(edge))
+
+    def clearance(self, index: int, up: bool, pages: int) -> int:
+        """The byte to which the neighbour on one side must withdraw for a band to grow by ``pages`` there."""
+        pool, size, places = self.pools[index], self.place_bytes, self._floor_beside(index, up)
+        edge = pool.grid.anchor_bytes + (pool.last + pages if up else pool.first - pages) * pool.page_bytes
+        if not places:
+            return edge
+        return (-(-edge // size) + places) * size if up else (edge // size - places) * size
+
+    def _floor_beside(self, index: int, up: bool) -> int:
+        """Places that the gap beside a band must keep, because the other gaps do not make up the floor."""
+        if not self.floor_places:
+            return 0
+        pool, edge = self.pools[index], self._edge(index, up)
+        beside = self.places_in(pool.high_byte, edge) if up else self.places_in(edge, pool.low_byte)
+        return max(0, self.floor_places - (self.usable_places() - beside))
 
     # -- changing ------------------------------------------------------------------------------------------------
 
@@ -221,19 +235,19 @@ class Layout:
 def fits_empty(
     pools: Sequence[PagePool], need: Mapping[str, int], arena_bytes: int, place_bytes: int, floor_places: int
 ) -> bool:
-    """Whether ``need[group]`` pages of every group fit an otherwise empty arena, grids and floor included."""
-    cursor = 0
+    """Whether ``need[group]`` pages of every group fit an otherwise empty arena, grids and floor included.
+
+    Each float may cut the gap once more, wherever it happens to lie, which costs up to two whole places.
+    """
+    cursor, high = 0, arena_bytes
     for pool in pools:
         count = need.get(pool.spec.name, 0)
         if pool.anchor is Anchor.HIGH:
-            first = pool.grid.num_pages - count
-            low, high = cursor, pool.grid.address(first)
+            high = pool.grid.anchor_bytes + (pool.grid.num_pages - count) * pool.page_bytes
         else:
             first = pool.grid.page_up(cursor)
             cursor = pool.grid.address(first + count)
-            low, high = cursor, arena_bytes
-        if first < 0 or low > high:
-            return False
     if not floor_places:
-        return True
-    return max(0, high // place_bytes - -(-low // place_bytes)) >= floor_places
+        return cursor <= high
+    floor_places += 2 * sum(pool.anchor is Anchor.FLOAT for pool in pools)
+    return high // place_bytes - -(-cursor // place_bytes) >= floor_places

@@ -145,54 +145,56 @@ class Relocator:
 
     # -- urgent --------------------------------------------------------------------------------------------------
 
-    def vacate(self, group: int, high: bool, to_byte: int, keep_free: int) -> bool:
-        """Moves a band's edge (the high one, or the low one) to ``to_byte`` or beyond, now.
+    def vacate(self, group: int, high: bool, to_byte: int, keep_free: int) -> None:
+        """Withdraws a band's edge (the high one, or the low one) towards ``to_byte``, now, as far as it goes.
 
         Pages in the way go to the band's holes, outermost first; a float that lacks holes grows at its other side.
-        ``keep_free`` free pages stay in the band. False: something in the way cannot move, or there is no room; with
-        the byte budget exhausted the edge goes only part of the way.
+        ``keep_free`` free pages stay in the band. A page that cannot move, or the byte budget, ends it early.
         """
         pool = self._pools[group]
         if high:
-            edge = max(pool.first, min(pool.last, pool.grid.page_down(to_byte)))
-            region, rest = (edge, pool.last), (pool.first, edge)
+            wanted = pool.last - max(pool.first, pool.grid.page_down(to_byte))
         else:
-            edge = min(pool.last, max(pool.first, pool.grid.page_up(to_byte)))
-            region, rest = (pool.first, edge), (edge, pool.last)
-        inward = range(region[1] - 1, region[0] - 1, -1) if high else range(*region)
-        movers = [page for page in inward if pool.state[page] != FREE]
-        if any(pool.state[p] != BOUND or not self.movable(group, pool.owner[p]) for p in movers):
-            return False
-        affordable = (self.urgent_budget_bytes - self._urgent_bytes) // pool.page_bytes
-        if self._urgent_bytes == 0:
-            affordable = max(1, affordable)  # a page larger than the budget must be able to move some day
-        whole = len(movers) <= affordable
-        if not whole:
-            movers = movers[:affordable]
-        targets = self._targets(pool, rest, len(movers), from_low=high)
-        lacking = max(len(movers) - len(targets), len(movers) + keep_free - pool.count_free(*rest))
-        if lacking > 0:
-            if pool.anchor is not Anchor.FLOAT or self._layout.room(group, not high) < lacking:
-                return False
-            rest = self._widen(pool, rest, lacking, up=not high)
-            targets = self._targets(pool, rest, len(movers), from_low=high)
-            if len(targets) < len(movers):
-                return False
-        for page, target in zip(movers, targets, strict=True):
-            self.move_now(group, page, target)
-        self._urgent_bytes += len(movers) * pool.page_bytes
+            wanted = min(pool.last, pool.grid.page_up(to_byte)) - pool.first
+        lacking = wanted - (pool.num_free - keep_free)
+        if lacking > 0 and pool.anchor is Anchor.FLOAT:
+            grown = min(lacking, self._layout.room(group, not high))
+            if high:
+                pool.grow_down(grown)
+            else:
+                pool.grow_up(grown)
+        wanted = min(wanted, pool.num_free - keep_free)
+        if wanted <= 0:
+            return
+        inward = (
+            range(pool.last - 1, pool.last - 1 - wanted, -1)
+            if high
+            else range(pool.first, pool.first + wanted)
+        )
+        targets = iter(self._targets(pool, (pool.first, pool.last), wanted, from_low=high))
+        cleared = 0
+        for page in inward:
+            if pool.state[page] != FREE and not self._move_away(group, page, next(targets, page), high):
+                break
+            cleared += 1
         if high:
-            pool.shrink_high(min(pool.free_at_high(), region[1] - region[0]))
+            pool.shrink_high(cleared)
         else:
-            pool.shrink_low(min(pool.free_at_low(), region[1] - region[0]))
-        return whole
+            pool.shrink_low(cleared)
 
-    def _widen(self, pool: PagePool, rest: tuple[int, int], pages: int, up: bool) -> tuple[int, int]:
-        if up:
-            pool.grow_up(pages)
-            return rest[0], rest[1] + pages
-        pool.grow_down(pages)
-        return rest[0] - pages, rest[1]
+    def _move_away(self, group: int, page: int, target: int, high: bool) -> bool:
+        """Moves one page from the edge to a target further inside; False if that cannot be."""
+        pool = self._pools[group]
+        inside = target < page if high else target > page
+        spent = self._urgent_bytes + pool.page_bytes
+        # The first page always goes: one larger than the budget must be able to move some day.
+        if not inside or (self._urgent_bytes and spent > self.urgent_budget_bytes):
+            return False
+        if pool.state[page] != BOUND or not self.movable(group, pool.owner[page]):
+            return False
+        self.move_now(group, page, target)
+        self._urgent_bytes = spent
+        return True
 
     def _targets(
         self, pool: PagePool, span: tuple[int, int], count: int, from_low: bool, avoid: SpanSet | None = None

@@ -68,43 +68,35 @@ class RoomMaker:
             return False
         for group, pages in need.items():
             lacking = pages - self._pools[group].num_free
-            if lacking > 0 and not self._push(group, lacking, need, depth=0):
+            if lacking > 0 and not self._push(group, lacking, need):
                 return False
         return self.in_place(need)
 
-    def _push(self, group: int, pages: int, need: Mapping[int, int], depth: int) -> bool:
+    def _push(self, group: int, pages: int, need: Mapping[int, int]) -> bool:
         """Makes ``pages`` of room beside a band and lets it grow into it."""
         layout = self._layout
-        if layout.grow(group, pages):
-            return True
         for up in layout.sides(group):
-            wanted = pages - (layout.room(group, not up) if len(layout.sides(group)) > 1 else 0)
-            self._clear(group, up, wanted, need, depth)
+            other_side = layout.room(group, not up)
+            self._clear(group, up, pages - other_side, need, depth=0)
             if layout.grow(group, pages):
                 return True
         return False
 
     def _clear(self, group: int, up: bool, pages: int, need: Mapping[int, int], depth: int) -> None:
-        """Pushes the neighbour's edge away until ``pages`` fit beside the band, as far as that goes."""
-        layout, pool = self._layout, self._pools[group]
-        for _ in range(_ATTEMPTS):
-            short = pages - layout.room(group, up)
-            other = layout.neighbour(group, up)
-            if short <= 0 or other < 0:
-                return
-            band = self._pools[other]
-            short_bytes = max(short * pool.page_bytes, 1)
-            edge = band.low_byte + short_bytes if up else band.high_byte - short_bytes
-            keep = need.get(other, 0)
-            if self._relocator.vacate(other, not up, edge, keep):
-                continue
-            if band.anchor is not Anchor.FLOAT or depth >= len(self._pools):
-                return
-            # The float has no room to move on: push what lies beyond it, then try once more.
-            moved = -(-short_bytes // band.page_bytes)
-            self._clear(other, up, moved, need, depth + 1)
-            if not self._relocator.vacate(other, not up, edge, keep):
-                return
+        """Makes the neighbour withdraw until ``pages`` fit beside the band, as far as that goes."""
+        layout = self._layout
+        other = layout.neighbour(group, up)
+        if other < 0 or layout.room(group, up) >= pages or depth >= len(self._pools):
+            return
+        band, keep, edge = self._pools[other], need.get(other, 0), layout.clearance(group, up, pages)
+        self._relocator.vacate(other, not up, edge, keep)
+        if layout.room(group, up) >= pages or band.anchor is not Anchor.FLOAT:
+            return
+        # The float lacks room to move on: push what lies beyond it, then try once more.
+        short = edge - band.low_byte if up else band.high_byte - edge
+        moved = -(-short // band.page_bytes)
+        self._clear(other, up, moved, need, depth + 1)
+        self._relocator.vacate(other, not up, edge, keep)
 
     def _eviction_order(
         self, need: Mapping[int, int], mine: Sequence[int], extra: int

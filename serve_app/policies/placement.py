@@ -26,7 +26,16 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from serve_app.policies.expert_affinity import ExpertAffinity
-from serve_app.policies.prediction import CostModel, PredictedMs, Work, predict
+from serve_app.policies.fair_share import FairShare
+from serve_app.policies.prediction import (
+    CostModel,
+    CrowdingModel,
+    LinkModel,
+    PredictedMs,
+    Rates,
+    Work,
+    predict,
+)
 from serve_app.policies.prefix_affinity import DEFAULT_BLOCK_TOKENS, PrefixAffinity
 from serve_app.policies.replica_view import Accepted, ReplicaLoad, ReplicaView, SentLoad
 from worker.api import WorkerSnapshot
@@ -44,6 +53,8 @@ class PlacementConfig:
         block_tokens: tokens per block of ``RequestFacts.prefix``.
         tie_share, tie_ms: candidates within best * (1 + share) + ms are near ties; two of them are drawn.
         stay_share, stay_ms: a conversation stays where it was while that is within this band of the best.
+        share_window_s, most_share, min_share_placements: no replica gets more than ``most_share`` times its fair share
+            of the placements of the window, once there were so many per replica.
         queue_share: a replica takes requests until max_running * (1 + share) are active; above, it is full.
         default_new_tokens: length of an answer before any ended.
         ticket_ttl_s: a ticket older than this leaked.
@@ -56,6 +67,9 @@ class PlacementConfig:
     tie_ms: float = 2.0
     stay_share: float = 0.1
     stay_ms: float = 10.0
+    share_window_s: float = 2.0
+    most_share: float = 2.2
+    min_share_placements: float = 4.0
     queue_share: float = 1.0
     default_new_tokens: float = 128.0
     ticket_ttl_s: float = 900.0
@@ -146,6 +160,9 @@ class Placement:
         self._homes: OrderedDict[str, str] = OrderedDict()
         self._new_tokens = config.default_new_tokens
         self._answer_s = 1.0
+        self._share = FairShare(config.share_window_s, config.most_share, config.min_share_placements)
+        self._crowding = CrowdingModel(config.costs.decode_ms_per_active)
+        self._link = LinkModel()
         self.prefixes = PrefixAffinity(config.block_tokens)
         self.experts = ExpertAffinity()
 
@@ -173,10 +190,17 @@ class Placement:
     def report(self, replica_id: str, snapshot: WorkerSnapshot, now_s: float) -> bool:
         """Takes a snapshot in; False if a later one was there already."""
         self.add(replica_id, now_s)
-        if self._views[replica_id].accept(snapshot, now_s) is Accepted.OUT_OF_ORDER:
+        view = self._views[replica_id]
+        last = view.snapshot
+        if view.accept(snapshot, now_s) is Accepted.OUT_OF_ORDER:
             return False
         if known := {name: snapshot.extra[name] for name in REPORTED_COSTS if name in snapshot.extra}:
             self._costs[replica_id] = replace(self._config.costs, **known)
+        self._crowding.observe(snapshot.num_running, snapshot.step_s)
+        if last is not None:
+            paged = snapshot.expert_bytes_paged - last.expert_bytes_paged
+            busy_s = (snapshot.num_steps - last.num_steps) * snapshot.step_s
+            self._link.observe(paged, busy_s, self._costs[replica_id].link_bytes_per_s)
         self._shrink_prefixes(replica_id, snapshot)
         return True
 
@@ -203,7 +227,8 @@ class Placement:
         free = {name: load for name, load in loads.items() if not self._is_full(load)}
         if not free:
             return Busy(self._retry_after_s(loads), "every replica is full")
-        return self._book(facts, self._pick(facts, self._candidates(facts, free)), now_s)
+        fair = self._share.allowed(free, now_s)
+        return self._book(facts, self._pick(facts, self._candidates(facts, free, fair)), now_s)
 
     def started(self, ticket: int, now_s: float) -> None:
         """The first token came: the prompt is computed. Unknown tickets are ignored."""
@@ -259,28 +284,34 @@ class Placement:
         rows = sum(load.max_running for load in loads.values())
         return min(30.0, max(0.1, self._answer_s / max(1, rows)))
 
-    def _candidates(self, facts: RequestFacts, loads: Mapping[str, ReplicaLoad]) -> list[_Candidate]:
+    def _candidates(
+        self, facts: RequestFacts, loads: Mapping[str, ReplicaLoad], names: Collection[str]
+    ) -> list[_Candidate]:
         hits = self.prefixes.hit_tokens(facts.prefix)
-        missing = self._missing_experts(facts, loads)
+        missing = self._missing_experts(facts)
+        mean = sum(missing.values()) / len(missing) if missing else 0.0
         new_tokens = min(float(facts.max_tokens), self._new_tokens)
         found: list[_Candidate] = []
-        for name, load in loads.items():
-            view = self._views[name]
+        for name in names:
+            view, load = self._views[name], loads[name]
             hit = min(hits.get(name, 0), facts.num_prompt_tokens - 1)
-            work = Work(facts.num_prompt_tokens - hit, new_tokens, missing.get(name, 0.0))
-            terms = predict(work, load, view.prefill_tokens_per_s, self._costs[name])
+            left = facts.num_prompt_tokens - hit
+            missed = missing.get(name, 0.0)
+            work = Work(left, new_tokens, missed, missed / mean if mean else 1.0, view.num_absent_experts)
+            rates = Rates(view.prefill_tokens_per_s, self._crowding.ms_per_active, self._link.share)
+            terms = predict(work, load, rates, self._costs[name])
             found.append(_Candidate(view, load.num_active, hit, work, terms, terms.total))
         return found
 
-    def _missing_experts(self, facts: RequestFacts, loads: Mapping[str, ReplicaLoad]) -> dict[str, float]:
+    def _missing_experts(self, facts: RequestFacts) -> dict[str, float]:
         """Likely misses per replica; one that reports no residency is taken for an average one, not for a full."""
         profile = self.experts.profile(facts.affinity_keys)
         if profile is None:
             return {}
-        bits = {name: self._views[name].resident_bits for name in loads}
+        bits = {name: view.resident_bits for name, view in self._views.items()}
         known = {name: self.experts.expected_misses(profile, b) for name, b in bits.items() if b is not None}
         mean = sum(known.values()) / len(known) if known else 0.0
-        return {name: known.get(name, mean) for name in loads}
+        return {name: known.get(name, mean) for name in bits}
 
     def _pick(self, facts: RequestFacts, candidates: Sequence[_Candidate]) -> _Candidate:
         rules = self._config
@@ -299,6 +330,7 @@ class Placement:
         ticket, name = self._next_ticket, chosen.view.replica_id
         self._next_ticket += 1
         held = (chosen.work.prompt_tokens + chosen.work.new_tokens) * self._costs[name].kv_bytes_per_token
+        self._share.placed(name, now_s)
         chosen.view.sent(ticket, SentLoad(chosen.work.prompt_tokens, held), now_s)
         depth = chosen.hit_tokens // self._block
         last_use = self.prefixes.last_use(name, facts.prefix[depth - 1]) if depth else 0

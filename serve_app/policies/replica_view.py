@@ -47,6 +47,7 @@ class ReplicaLoad:
     Attributes:
         trust: 1 for a fresh snapshot, 0 for none or a dead one; callers blend with what they know of the others.
         num_active: requests running or waiting there, own ones in flight included.
+        num_running: those of them that run, as far as known.
         max_running: how many may run at once; 0 if unknown.
         backlog_tokens: prompt tokens that are to be computed before a request placed now.
         available_bytes: headroom left after own placements in flight; negative when over-committed. None if it never
@@ -56,6 +57,7 @@ class ReplicaLoad:
 
     trust: float
     num_active: float
+    num_running: float
     max_running: int
     backlog_tokens: float
     available_bytes: float | None
@@ -83,6 +85,8 @@ class ReplicaView:
         self.prefill_tokens_per_s = default_tokens_per_s
         self.resident_bits: bytes | None = None
         self.resident_is_whole = False
+        self.num_absent_experts = 0
+        """Experts of all layers that are not resident there; 0 where the replica reports no residency."""
         self._resident_generation = -1
         self._received_s = 0.0
         self._clock_offset_s: float | None = None
@@ -159,9 +163,8 @@ class ReplicaView:
         own_bytes = sum(sent.load.held_bytes for sent in self._unconfirmed.values())
         if snapshot is None:
             unseen = len(self._unconfirmed)
-            return ReplicaLoad(
-                0.0, unseen, 0, self._backlog(0.0, 0.0, now_s), None, unseen, self.unseen_tokens
-            )
+            backlog = self._backlog(0.0, 0.0, now_s)
+            return ReplicaLoad(0.0, unseen, 0.0, 0, backlog, None, unseen, self.unseen_tokens)
         taken_s = self._received_s - self._transit_s
         # Those that the snapshot contains and that ended since.
         active = snapshot.num_running + snapshot.num_waiting + len(self._unconfirmed) - len(self._ended)
@@ -169,6 +172,7 @@ class ReplicaView:
         return ReplicaLoad(
             trust=self.trust(now_s),
             num_active=max(active, len(self._unconfirmed) + len(self._confirmed)),
+            num_running=max(0, snapshot.num_running - len(self._ended)),
             max_running=snapshot.max_running,
             backlog_tokens=self._backlog(float(snapshot.waiting_tokens), taken_s, now_s),
             available_bytes=snapshot.headroom.available_bytes - own_bytes + freed_bytes,
@@ -247,3 +251,5 @@ class ReplicaView:
             self.resident_is_whole = False
             return
         self._resident_generation = experts.generation
+        resident = int.from_bytes(self.resident_bits, "little").bit_count()
+        self.num_absent_experts = experts.num_layers * experts.num_experts - resident

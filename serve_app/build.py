@@ -17,6 +17,7 @@ from serve_app.deployments.router import Router, RouterArgs
 from serve_app.deployments.worker import Worker, WorkerArgs
 from serve_app.policies.coalescing import CoalescingConfig
 from serve_app.policies.placement import PlacementConfig
+from serve_app.text.chat_formats import make_chat_format
 from serve_app.text.model_folder import resolve_model
 from serve_app.text.tokenizer import load_text_model
 
@@ -36,6 +37,7 @@ def app(args: AppArgs) -> Application:
     """The application: Routers that hold a handle to Workers. Raises ModelLoadError before anything is started when
     the model's text files are missing or wrong."""
     load_text_model(resolve_model(args.model, args.revision, weights=False), args.chat_template)
+    make_chat_format(args.chat_format, "")
     return _router(args).bind(router_args(args), _worker(args).bind(worker_args(args)))
 
 
@@ -46,6 +48,7 @@ def router_args(args: AppArgs) -> RouterArgs:
         revision=args.revision,
         name=args.name,
         chat_template=args.chat_template,
+        chat_format=args.chat_format,
         dispatch=DispatchConfig(
             max_queue=args.max_queue,
             queue_timeout_s=args.queue_timeout_s,

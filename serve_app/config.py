@@ -69,6 +69,9 @@ class AppArgs(BaseModel):
     chat_template: str = Field(
         default="", description="File of a chat template; empty: the checkpoint's own."
     )
+    chat_format: str = Field(
+        default="auto", description="How reasoning and tool calls are marked; auto: as the template shows."
+    )
     log_level: str = Field(default="info", description="debug, info, warning or error.")
 
     engine: str = "native"

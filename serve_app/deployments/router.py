@@ -18,6 +18,7 @@ from serve_app.http.backend import ServedModel
 from serve_app.http.routes import create_app
 from serve_app.policies.placement import Placement, PlacementConfig
 from serve_app.telemetry.logging import configure_logging
+from serve_app.text.chat_formats import make_chat_format
 from serve_app.text.chat_template import ChatTemplate
 from serve_app.text.model_folder import resolve_model
 from serve_app.text.tokenizer import load_text_model
@@ -31,6 +32,7 @@ class RouterArgs:
     revision: str
     name: str
     chat_template: str
+    chat_format: str
     dispatch: DispatchConfig
     placement: PlacementConfig
     log_level: str
@@ -57,4 +59,5 @@ def served_model(args: RouterArgs) -> ServedModel:
     """The text side of the model; raises ModelLoadError."""
     text = load_text_model(resolve_model(args.model, args.revision, weights=False), args.chat_template)
     template = ChatTemplate(text.chat_template, text.names) if text.chat_template else None
-    return ServedModel(args.name, text, template, int(time.time()))
+    chat_format = make_chat_format(args.chat_format, text.chat_template)
+    return ServedModel(args.name, text, template, chat_format, int(time.time()))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from serve_app.text.chat_formats.base import ChatFormat
 from serve_app.text.chat_template import ChatTemplate
 from serve_app.text.output import TokenStream
 from serve_app.text.tokenizer import TextModel
@@ -20,12 +21,14 @@ class ServedModel:
         name: what requests call it.
         text: its tokenizer.
         template: its chat template, or None when the checkpoint has none.
+        format: how it marks reasoning and calls.
         created_s: Unix time at which this process began to serve it.
     """
 
     name: str
     text: TextModel
     template: ChatTemplate | None
+    format: ChatFormat
     created_s: int
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, cast
 
 from serve_app.http.answers import AnswerIdentity, UsageCount, chat_logprobs
@@ -12,25 +13,51 @@ from serve_app.http.backend import ServedModel
 from serve_app.http.choices import AnswerPlan, Answers
 from serve_app.http.conversation import template_messages
 from serve_app.http.schemas import ChatRequest
+from serve_app.http.tools import answer_grammar, read_tools
+from serve_app.http.turn import TurnReader
+from serve_app.text.chat_formats.base import ChatDelta, Tool
 from worker.errors import InvalidRequest
 
 CHUNK = "chat.completion.chunk"
 BODY = "chat.completion"
 
 
-def plan_chat(body: ChatRequest, model: ServedModel) -> AnswerPlan:
+@dataclass(frozen=True)
+class ChatPlan:
+    """What to generate, and what reading the answers takes.
+
+    Attributes:
+        answer: what to generate.
+        prompt: the rendered conversation.
+        tools: what may be called.
+        parallel: whether an answer may have several calls.
+    """
+
+    answer: AnswerPlan
+    prompt: str
+    tools: Sequence[Tool]
+    parallel: bool
+
+    def reader(self, model: ServedModel) -> TurnReader:
+        """A reader for one answer."""
+        return TurnReader(model.format.parser(self.prompt, self.tools), self.parallel)
+
+
+def plan_chat(body: ChatRequest, model: ServedModel) -> ChatPlan:
     """What to generate; raises InvalidRequest."""
     if model.template is None:
         raise InvalidRequest(
             "messages",
             f"The model {model.name!r} has no chat template; use /v1/completions or chat_template=FILE.",
         )
-    variables = dict(body.chat_template_kwargs or {})
-    if body.enable_thinking is not None:
-        variables["enable_thinking"] = body.enable_thinking
-    prompt = model.template.render(template_messages(body.messages), None, variables)
+    use = read_tools(body.tools, body.tool_choice)
+    if use.callable and model.format.name == "plain":
+        raise InvalidRequest("tools", f"The chat template of {model.name!r} knows no tools; leave them out.")
+    messages = model.format.messages(template_messages(body.messages))
+    prompt = model.template.render(messages, use.described, _variables(body))
+    parallel = body.parallel_tool_calls is not False
     limit = body.token_limit()
-    return AnswerPlan(
+    answer = AnswerPlan(
         prompts=[model.text.encode(prompt)],
         sampling=body.sampling(limit if limit is not None else 2**31, body.num_logprobs()),
         limited=limit is not None,
@@ -38,48 +65,63 @@ def plan_chat(body: ChatRequest, model: ServedModel) -> AnswerPlan:
         stop=body.stop_strings(),
         cache_salt=body.cache_salt or "",
         affinity_key=body.user or "",
+        keep_special=model.format.keep_special(model.text),
+        grammar=answer_grammar(model, prompt, use, body.response_format, parallel),
         arrival_s=time.time(),
     )
+    return ChatPlan(answer, prompt, use.callable, parallel)
 
 
 async def chat_chunks(
-    answers: Answers, body: ChatRequest, plan: AnswerPlan, model: ServedModel
+    answers: Answers, body: ChatRequest, plan: ChatPlan, model: ServedModel
 ) -> AsyncIterator[dict[str, Any]]:
-    """The chunks of a streamed answer: the role, the text, the finish reason, and the usage if asked for."""
+    """The chunks of a streamed answer: the role, what is said, the finish reason, and the usage if asked for."""
     head = AnswerIdentity.new("chatcmpl-", model.name).head(CHUNK)
-    usage = UsageCount(plan.num_prompt_tokens)
-    begun: set[int] = set()
+    usage = UsageCount(plan.answer.num_prompt_tokens)
+    readers: dict[int, TurnReader] = {}
     async with aclosing(cast("Any", answers)):
         async for index, piece in answers:
             usage.add(index, piece)
             delta: dict[str, Any] = {}
-            if index not in begun:
-                begun.add(index)
+            if index not in readers:
+                readers[index] = plan.reader(model)
                 delta = {"role": "assistant", "content": ""}
-            if piece.text:
-                delta["content"] = piece.text
-            if not (delta or piece.logprobs or piece.finish_reason):
+            said, reason = readers[index].read(piece)
+            delta |= _delta_body(said, readers[index])
+            if not (delta or piece.logprobs or reason):
                 continue
-            choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": piece.finish_reason}
-            if plan.sampling.logprobs is not None:
+            choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+            if plan.answer.sampling.logprobs is not None:
                 choice["logprobs"] = chat_logprobs(model.text, piece.logprobs)
             yield {**head, "choices": [choice]}
     if body.wants_usage():
         yield {**head, "choices": [], "usage": usage.body()}
 
 
-async def chat_body(answers: Answers, plan: AnswerPlan, model: ServedModel) -> dict[str, Any]:
+async def chat_body(answers: Answers, plan: ChatPlan, model: ServedModel) -> dict[str, Any]:
     """The body of an answer that is not streamed."""
-    usage = UsageCount(plan.num_prompt_tokens)
-    choices = [_choice(index) for index in range(plan.num_choices)]
-    logprobs: list[list[dict[str, Any]]] = [[] for _ in choices]
+    usage = UsageCount(plan.answer.num_prompt_tokens)
+    readers = [plan.reader(model) for _ in range(plan.answer.num_choices)]
+    said = [ChatDelta() for _ in readers]
+    reasons: list[str | None] = [None for _ in readers]
+    logprobs: list[list[dict[str, Any]]] = [[] for _ in readers]
     async with aclosing(cast("Any", answers)):
         async for index, piece in answers:
             usage.add(index, piece)
-            choices[index]["message"]["content"] += piece.text
-            choices[index]["finish_reason"] = piece.finish_reason
-            logprobs[index] += chat_logprobs(model.text, piece.logprobs)["content"]
-    if plan.sampling.logprobs is not None:
+            delta, reasons[index] = readers[index].read(piece)
+            said[index] += delta
+            if plan.answer.sampling.logprobs is not None:
+                logprobs[index] += chat_logprobs(model.text, piece.logprobs)["content"]
+    choices = [
+        {
+            "index": index,
+            "message": _message(said[index], reader),
+            "logprobs": None,
+            "finish_reason": reasons[index],
+        }
+        for index, reader in enumerate(readers)
+    ]
+    if plan.answer.sampling.logprobs is not None:
         for choice, entries in zip(choices, logprobs, strict=True):
             choice["logprobs"] = {"content": entries, "refusal": None}
     return {
@@ -89,6 +131,49 @@ async def chat_body(answers: Answers, plan: AnswerPlan, model: ServedModel) -> d
     }
 
 
-def _choice(index: int) -> dict[str, Any]:
-    message = {"role": "assistant", "content": "", "refusal": None}
-    return {"index": index, "message": message, "logprobs": None, "finish_reason": None}
+def _variables(body: ChatRequest) -> dict[str, Any]:
+    variables = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        variables["reasoning_effort"] = body.reasoning_effort
+        variables.setdefault("enable_thinking", body.reasoning_effort != "none")
+    if body.enable_thinking is not None:
+        variables["enable_thinking"] = body.enable_thinking
+    return variables
+
+
+def _delta_body(said: ChatDelta, reader: TurnReader) -> dict[str, Any]:
+    delta: dict[str, Any] = {}
+    if said.content:
+        delta["content"] = said.content
+    if said.reasoning:
+        delta["reasoning_content"] = said.reasoning
+    if said.tools:
+        delta["tool_calls"] = [
+            {"index": tool.index, "function": {"arguments": tool.arguments}}
+            if tool.name is None
+            else {
+                "index": tool.index,
+                "id": reader.call_id(tool.index),
+                "type": "function",
+                "function": {"name": tool.name, "arguments": tool.arguments},
+            }
+            for tool in said.tools
+        ]
+    return delta
+
+
+def _message(said: ChatDelta, reader: TurnReader) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": said.content, "refusal": None}
+    if said.reasoning:
+        message["reasoning_content"] = said.reasoning
+    if said.tools:
+        message["content"] = said.content or None
+        message["tool_calls"] = [
+            {
+                "id": reader.call_id(tool.index),
+                "type": "function",
+                "function": {"name": tool.name, "arguments": tool.arguments},
+            }
+            for tool in said.tools
+        ]
+    return message

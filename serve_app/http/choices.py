@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from serve_app.http.backend import Backend, ServedModel
 from serve_app.text.output import OutputPiece, TokenStream, read_output
-from worker.api import MAX_SEED, GenerateRequest, SamplingParams
+from worker.api import MAX_SEED, GenerateRequest, Grammar, SamplingParams
 from worker.errors import InvalidRequest, PromptTooLong
 
 MAX_ANSWERS = 128
@@ -31,6 +31,7 @@ class AnswerPlan:
         cache_salt: see :class:`worker.api.GenerateRequest`.
         affinity_key: conversation or tenant.
         keep_special: ids of special tokens that stay in the text.
+        grammar: what every answer must match.
         arrival_s: Unix time.
     """
 
@@ -42,6 +43,7 @@ class AnswerPlan:
     cache_salt: str = ""
     affinity_key: str = ""
     keep_special: frozenset[int] = frozenset()
+    grammar: Grammar | None = None
     arrival_s: float = 0.0
 
     @property
@@ -111,6 +113,7 @@ def _request(plan: AnswerPlan, index: int) -> GenerateRequest:
         prompt_token_ids=tuple(plan.prompts[index // plan.num_choices]),
         sampling=sampling,
         cache_salt=plan.cache_salt,
+        grammar=plan.grammar,
         affinity_key=plan.affinity_key,
         arrival_s=plan.arrival_s,
     )

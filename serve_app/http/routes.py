@@ -64,7 +64,7 @@ def _add_generation(app: FastAPI, backend: Backend) -> None:
     async def chat_completions(body: ChatRequest) -> Response:
         model = find_model(backend, body.model)
         plan = plan_chat(body, model)
-        answers = await start_answers(backend, model, plan)
+        answers = await start_answers(backend, model, plan.answer)
         if body.stream:
             return await start_stream(chat_chunks(answers, body, plan, model), ignored_header(body))
         return JSONResponse(await chat_body(answers, plan, model), headers=ignored_header(body))

@@ -190,6 +190,50 @@ class ChatMessage(Lenient):
     refusal: str | None = None
 
 
+class FunctionDescription(Lenient):
+    """A function that the model may call."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FunctionTool(Lenient):
+    """One of ``tools``."""
+
+    type: Literal["function"] = "function"
+    function: FunctionDescription
+
+
+class NamedFunction(Lenient):
+    """The function that must be called."""
+
+    name: str
+
+
+class NamedToolChoice(Lenient):
+    """``tool_choice`` that names a function."""
+
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+class JsonSchemaFormat(Lenient):
+    """``response_format.json_schema``."""
+
+    name: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class OutputFormat(Lenient):
+    """``response_format``."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
 class ChatRequest(SamplingFields):
     """``POST /v1/chat/completions``."""
 
@@ -199,6 +243,11 @@ class ChatRequest(SamplingFields):
     top_logprobs: StrictInt | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
+    reasoning_effort: str | None = None
+    tools: list[FunctionTool] | None = Field(default=None, max_length=128)
+    tool_choice: Literal["auto", "none", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: OutputFormat | None = None
     store: bool | None = None
     service_tier: str | None = None
 

@@ -72,3 +72,42 @@ FAKE_ANSWER = "This answer is scripted: the fake engine has no model behind it."
 def write_fake_model(folder: Path) -> Path:
     """The folder that ships as ``serve_app/text/fake_model``."""
     return write_model_folder(folder, script=scripted(FAKE_ANSWER, tokens_per_s=100.0))
+
+
+MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+
+_TURNS = """\
+{%- for message in messages -%}
+<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor -%}
+<|im_start|>assistant
+{% if enable_thinking is defined %}<think>
+{% if not enable_thinking %}
+</think>
+
+{% endif %}{% endif -%}
+"""
+JSON_TOOLS_TEMPLATE = (
+    '{%- if tools %}<|im_start|>system\n{{ tools | tojson }} <tool_call>\n{"name": NAME}<|im_end|>\n{% endif -%}'
+    + _TURNS
+)
+XML_TOOLS_TEMPLATE = (
+    "{%- if tools %}<|im_start|>system\n{{ tools | tojson }} <tool_call>\n<function=NAME><|im_end|>\n{% endif -%}"
+    + _TURNS
+)
+HARMONY_MARKS = (
+    "<|start|>",
+    "<|channel|>",
+    "<|message|>",
+    "<|constrain|>",
+    "<|end|>",
+    "<|call|>",
+)
+HARMONY_TEMPLATE = """\
+{%- if tools %}<|start|>developer<|message|>{{ tools | tojson }}<|end|>{% endif -%}
+{%- for message in messages -%}
+<|start|>{{ message.role }}{% if message.role == "assistant" %}<|channel|>final{% endif %}<|message|>
+{{- message.content }}<|end|>
+{%- endfor -%}
+<|start|>assistant"""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ from serve_app.http.errors import WorkerLost
 from serve_app.http.routes import create_app
 from serve_app.policies.coalescing import CoalescingConfig
 from serve_app.policies.placement import Placement, PlacementConfig
+from serve_app.text.chat_formats import make_chat_format
 from serve_app.text.chat_template import ChatTemplate
 from serve_app.text.tokenizer import load_text_model
 from worker.api import GenerateRequest
@@ -56,7 +57,7 @@ class Call:
 class Replica:
     """One worker: its engine, and how the test makes it misbehave."""
 
-    engine: FakeEngine
+    engine: Any
     server: EngineServer
     lost: bool = False
     gone: bool = False
@@ -139,6 +140,7 @@ async def running_cluster(
     coalescing: CoalescingConfig | None = None,
     report: bool = True,
     wrap: Any = None,
+    make_engine: Callable[[WorkerConfig], Any] = FakeEngine,
 ) -> AsyncIterator[Cluster]:
     """A running service over ``folder``; its workers report every 20 ms."""
     config = WorkerConfig(
@@ -151,7 +153,7 @@ async def running_cluster(
     pace = coalescing or CoalescingConfig(messages_per_s=1e9)
     replicas = {}
     for index in range(num_replicas):
-        engine = FakeEngine(config)
+        engine = make_engine(config)
         replicas[f"replica{index}"] = Replica(engine, EngineServer(engine, pace))
     dispatcher = Dispatcher(
         DispatchConfig(max_queue, queue_timeout_s, accept_timeout_s),
@@ -160,7 +162,8 @@ async def running_cluster(
     )
     text = load_text_model(folder)
     template = ChatTemplate(text.chat_template, text.names) if text.chat_template else None
-    backend = RouterBackend(ServedModel("fake-model", text, template, 0), dispatcher)
+    chat_format = make_chat_format("auto", text.chat_template)
+    backend = RouterBackend(ServedModel("fake-model", text, template, chat_format, 0), dispatcher)
     app = create_app(backend) if wrap is None else wrap(backend)
     # An unhandled error must come back as the client sees it, a 500, and not fall through to the test.
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)

@@ -93,13 +93,15 @@ CASES = [
     Case(
         "qwen3_xml",
         PLAIN,
-        "<tool_call>\n<function=get_weather>\n<parameter=city>\nline 1\nline < 2\n</parameter>\n</function>\n</tool_call>",
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nline 1\nline < 2\n</parameter>\n"
+        "</function>\n</tool_call>",
         calls=(("get_weather", {"city": "line 1\nline < 2"}),),
     ),
     Case(
         "qwen3_xml",
         PLAIN,
-        '<tool_call>\n<function=other>\n<parameter=a>\n[1, {"b": null}]\n</parameter>\n<parameter=c>\nno json\n</parameter>\n'
+        '<tool_call>\n<function=other>\n<parameter=a>\n[1, {"b": null}]\n</parameter>\n<parameter=c>\nno json'
+        "\n</parameter>\n"
         "</function>\n</tool_call>",
         calls=(("other", {"a": [1, {"b": None}], "c": "no json"}),),
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -70,5 +71,6 @@ def kept(text: TextModel, marks: Sequence[str]) -> frozenset[int]:
 def json_behind_reasoning(text: TextModel, prompt: str, schema: Mapping[str, Any]) -> Grammar:
     """A JSON value; when the prompt has opened the reasoning, behind its end and the line ends there."""
     after = reasoning.end_token(text, prompt)
-    lead = "" if after is None else "/\\n{0,2}/ "
-    return Grammar("lark", f"start: {lead}value\nvalue: {lark_schema(schema)}\n", after)
+    if after is None:
+        return Grammar("json_schema", json.dumps(schema, ensure_ascii=False))
+    return Grammar("lark", f"start: /\\n{{0,2}}/ value\nvalue: {lark_schema(schema)}\n", after)

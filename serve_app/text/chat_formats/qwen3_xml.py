@@ -111,7 +111,6 @@ class Qwen3XmlFormat:
         rules.append("call: " + " | ".join(f"call{index}" for index in range(len(tools))))
         for index, tool in enumerate(tools):
             rules += _call_rules(index, tool, opened, closed)
-        rules.append(r'text_value: /([^<]|<[^\/]|<\/[^p])*/ "\n"')
         return Grammar("lark", "\n".join(rules) + "\n", reasoning.end_token(text, prompt))
 
     def json_grammar(self, text: TextModel, prompt: str, schema: Mapping[str, Any]) -> Grammar:
@@ -136,19 +135,29 @@ def _call_rules(index: int, tool: Tool, opened: str, closed: str) -> list[str]:
     uses = [f"p{index}_{place}" + ("" if name in required else "?") for place, name in enumerate(names)]
     rules = [f'call{index}: {opened} {head} {" ".join(uses)} "</function>\\n" {closed}']
     for place, name in enumerate(names):
-        start = json.dumps(f"<parameter={name}>\n", ensure_ascii=False)
-        value = _value_rule(properties[name])
-        rules.append(f'p{index}_{place}: {start} {value} "</parameter>\\n"')
+        rule = f"p{index}_{place}"
+        rules.append(
+            f"{rule}: {json.dumps(f'<parameter={name}>' + chr(10), ensure_ascii=False)} {rule}_value"
+        )
+        rules += _value_rules(f"{rule}_value", properties[name])
     return rules
 
 
-def _value_rule(schema: Any) -> str:
-    if is_text(schema):
-        choices = schema.get("enum")
-        if choices and all(isinstance(choice, str) for choice in choices):
-            return "(" + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices) + ') "\\n"'
-        return "text_value"
-    return f'{lark_schema(schema if isinstance(schema, dict) else {})} "\\n"'
+def _value_rules(rule: str, schema: Any) -> list[str]:
+    """Rules of one value and the mark behind it."""
+    end = '"\\n</parameter>\\n"'
+    if not is_text(schema):
+        return [
+            f"{rule}: {rule}_json {end}",
+            f"{rule}_json: {lark_schema(schema if isinstance(schema, dict) else {})}",
+        ]
+    choices = schema.get("enum")
+    if choices and all(isinstance(choice, str) for choice in choices):
+        return [f"{rule}: ({' | '.join(json.dumps(choice, ensure_ascii=False) for choice in choices)}) {end}"]
+    longest = schema.get("maxLength")
+    times = f"{{0,{longest}}}" if isinstance(longest, int) else "*"
+    # Lazy: the first such mark ends the value.
+    return [f"{rule}[suffix={end}]: /(.|\\n){times}/"]
 
 
 def _stripped(value: str) -> str:

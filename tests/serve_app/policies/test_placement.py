@@ -309,7 +309,7 @@ def test_a_busy_link_makes_the_missing_count_more() -> None:
         placement.report(
             "b",
             replace(
-                snapshot(sequence, 0.0, running=4 + sequence % 2, experts=residency(HALF_B, 1)),
+                snapshot(sequence, 0.0, running=4 + sequence % 4, experts=residency(HALF_B, 1)),
                 step_s=0.01 * (4 + sequence % 2),
                 expert_bytes_paged=int(5e9) * sequence,
             ),

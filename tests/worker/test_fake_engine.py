@@ -167,6 +167,14 @@ def test_a_stall_is_noticed_and_a_slow_first_token_is_not_one() -> None:
         engine.check_health()
 
 
+def test_what_was_said_before_a_scripted_death_is_heard() -> None:
+    # All tokens are due at once, so that the loop dies within the step that says them.
+    with fake(die_after_tokens=3, tokens_per_s=1e6) as engine:
+        event = asyncio.run(read(engine, "a", max_tokens=10))
+    assert (event.token_ids, event.num_generated, event.finish_reason) == ((5, 6, 7), 3, FinishReason.ERROR)
+    assert "scripted death after 3 tokens" in event.error
+
+
 def test_a_full_queue_is_refused_by_number() -> None:
     with fake({"max_running": 1, "max_waiting": 1}, first_token_s=60.0) as engine:
         engine.submit(GenerateRequest("a", (1,)))

@@ -107,6 +107,7 @@ def test_finish_all_ends_open_streams_behind_what_they_still_hold() -> None:
 
     event = asyncio.run(read())
     assert (event.token_ids, event.finish_reason, event.error) == ((0,), FinishReason.ERROR, "broken")
+    assert event.num_generated == 1, "the tokens that came are still counted"
 
 
 def test_one_reader_per_stream_and_one_stream_per_id() -> None:

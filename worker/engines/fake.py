@@ -209,20 +209,25 @@ class FakeEngine:
         self._admit(now)
         due = [live for live in self._running.values() if live.due_s <= now]
         events: list[TokenEvent] = []
-        for live in due:
-            # All that is due by now, several tokens after a late step; one a step where no pace is scripted.
-            while live.due_s <= now and self._is_running(live) and self._make_room_for(live):
-                events.append(self._emit(live))
-                if not self._script.tokens_per_s:
-                    break
-        if events:
+        try:
+            for live in due:
+                self._emit_due(live, now, events)
+        finally:  # what was said before a scripted death is heard
             self._streams.put_all(events)
+        if events:
             self._counters.stepped(time.monotonic() - now)
             self._admit(now)
         if not self._running:
             return None
         next_s = min(live.due_s for live in self._running.values()) - time.monotonic()
         return min(max(next_s, self._script.tick_s if self._script.tokens_per_s else 0.0), LONGEST_SLEEP_S)
+
+    def _emit_due(self, live: _Live, now: float, events: list[TokenEvent]) -> None:
+        """All that is due by now, several tokens after a late step; one a step where no pace is scripted."""
+        while live.due_s <= now and self._is_running(live) and self._make_room_for(live):
+            events.append(self._emit(live))
+            if not self._script.tokens_per_s:
+                return
 
     def _admit(self, now: float) -> None:
         while self._waiting and len(self._running) < self._config.max_running:

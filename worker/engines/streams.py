@@ -14,11 +14,12 @@ from worker.api import FinishReason, TokenEvent
 
 
 class _Mailbox:
-    __slots__ = ("event", "finished", "loop", "wake")
+    __slots__ = ("event", "finished", "loop", "num_generated", "wake")
 
     def __init__(self) -> None:
         self.event: TokenEvent | None = None
         self.finished = False
+        self.num_generated = 0
         self.loop: asyncio.AbstractEventLoop | None = None
         self.wake: asyncio.Event | None = None
 
@@ -56,6 +57,7 @@ class EventStreams:
                 if box is None or box.finished:
                     continue
                 box.finished = event.finish_reason is not None
+                box.num_generated = event.num_generated
                 if box.event is not None:  # its reader was woken for the event that is still there
                     box.event = box.event.merged_with(event)
                     continue
@@ -76,8 +78,13 @@ class EventStreams:
     def finish_all(self, reason: FinishReason, error: str = "") -> None:
         """Ends every open stream, e.g. when the engine died."""
         with self._lock:
-            live = [request_id for request_id, box in self._boxes.items() if not box.finished]
-        self.put_all(TokenEvent(request_id, finish_reason=reason, error=error) for request_id in live)
+            live = [
+                (request_id, box.num_generated) for request_id, box in self._boxes.items() if not box.finished
+            ]
+        self.put_all(
+            TokenEvent(request_id, num_generated=count, finish_reason=reason, error=error)
+            for request_id, count in live
+        )
 
     def stream(self, request_id: str, abort: Callable[[str], None]) -> EventReader:
         """The request's events up to the one that ends it; calls ``abort`` if the reader leaves before.

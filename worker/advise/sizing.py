@@ -6,7 +6,7 @@ from worker.advise.formats import FORMATS, WeightFormat
 from worker.advise.geometry import ModelGeometry
 from worker.advise.named import find_geometry, named_models
 from worker.advise.plan import Machine, Plan, Workload, make_plan
-from worker.advise.words import sized, table
+from worker.advise.words import counted, sized, table
 
 CARD_BYTES = tuple(size * 10**9 for size in (8, 16, 24, 48, 80, 141))
 LINKS_BYTES_PER_S = (25e9, 50e9)
@@ -36,7 +36,7 @@ def _opening() -> list[str]:
         "",
         "`MODEL` is a checkpoint's folder, a config.json or a name of this page. A card's bytes are decimal;",
         f"{sized(machine.runtime_bytes)} of them are set aside for the driver, workspaces and activations (an",
-        "assumption: `--runtime-bytes`).",
+        "assumption: `--runtime-bytes`). Draft heads and vision towers are not counted.",
         "",
     ]
 
@@ -61,8 +61,8 @@ def _costs(models: list[ModelGeometry]) -> list[str]:
     rows = [
         (
             model.name,
-            f"{model.num_params / 1e9:.2f}e9",
-            f"{model.num_active_params / 1e9:.2f}e9",
+            counted(model.num_params),
+            counted(model.num_active_params),
             f"{model.full_kv_bytes():,} B",
             sized(model.window_kv_bytes()) if model.window_kv_bytes() else "-",
             sized(model.state_bytes) if model.state_bytes else "-",

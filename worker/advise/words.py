@@ -21,6 +21,11 @@ def sized(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
+def counted(number: float) -> str:
+    """A number of weights: 30.53e9, 11.68e6."""
+    return f"{number / 1e9:.2f}e9" if number >= 1e8 else f"{number / 1e6:.2f}e6"
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """A Markdown table, right-aligned but for the first column."""
     cells = [list(head), *[list(row) for row in rows]]
@@ -48,9 +53,9 @@ def bullets(sentences: Sequence[str]) -> list[str]:
 
 def _title(plan: Plan) -> list[str]:
     geometry, machine, work = plan.geometry, plan.machine, plan.workload
-    active = f", {geometry.num_active_params / 1e9:.2f}e9 active" if geometry.num_experts else ""
+    active = f", {counted(geometry.num_active_params)} active" if geometry.num_experts else ""
     return [
-        f"{geometry.name}: {geometry.num_params / 1e9:.2f}e9 weights{active}, as {plan.weights.title}",
+        f"{geometry.name}: {counted(geometry.num_params)} weights{active}, as {plan.weights.title}",
         f"on {sized(machine.gpu_bytes)} of GPU memory ({sized(machine.runtime_bytes)} of it set aside for the driver, "
         f"workspaces and activations), {sized(machine.memory_bytes_per_s)}/s memory, "
         f"{sized(machine.link_bytes_per_s)}/s link, {sized(machine.host_bytes)} of host memory",
@@ -125,6 +130,13 @@ def _rows(plan: Plan) -> list[str]:
 
 def advice_sentences(plan: Plan) -> list[str]:
     """What to do, most important first."""
+    trained, asked = plan.geometry.max_model_len, plan.workload.context
+    if 0 < trained < asked:
+        return [f"The model was trained for {trained:,} tokens, not {asked:,}.", *_placing_sentences(plan)]
+    return _placing_sentences(plan)
+
+
+def _placing_sentences(plan: Plan) -> list[str]:
     if plan.num_resident is None:
         return _too_small(plan)
     if not plan.geometry.num_experts:
@@ -207,6 +219,8 @@ def _old_rule_sentences(plan: Plan) -> list[str]:
 def _limit_sentences(plan: Plan) -> list[str]:
     row = next(row for row in plan.rows if row.num_resident == plan.num_resident)
     batch = plan.workload.concurrency
+    if plan.fits_resident:
+        return [f"Limit: {batch / plan.resident_s:,.0f} tokens/s over all requests, bound by device memory."]
     bound = "the link" if row.in_layer_s > 1.05 * plan.resident_s else "device memory"
     return [
         f"Limits at K = {row.num_resident}: {batch / row.in_layer_s:,.0f} tokens/s over all requests if a layer's "

@@ -18,7 +18,15 @@ from worker.advise.named import find_geometry
 from worker.advise.plan import Machine, Plan, Workload, make_plan, prefill_link_bytes, resident_row
 from worker.advise.sizing import sizing_page
 from worker.advise.start import start_lines
-from worker.advise.words import advice_sentences, cost_sentences, implied_sentences, report, sized, table
+from worker.advise.words import (
+    advice_sentences,
+    cost_sentences,
+    counted,
+    implied_sentences,
+    report,
+    sized,
+    table,
+)
 from worker.config import WorkerConfig
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -83,6 +91,10 @@ def test_advice_for_a_model_that_fits() -> None:
     assert "bound by device memory" in text
 
 
+def test_a_context_beyond_the_models_is_said_first() -> None:
+    assert advice(plan(context=50_000)).startswith("The model was trained for 40,960 tokens, not 50,000.")
+
+
 def test_advice_for_a_model_that_must_page() -> None:
     found = plan(concurrency=4, context=8192)
     text = advice(found)
@@ -135,6 +147,7 @@ def test_a_measured_speed_implies_a_miss_rate() -> None:
 
 
 def test_sizes_and_tables_are_rendered() -> None:
+    assert [counted(number) for number in (30.532e9, 752e6, 11.68e6)] == ["30.53e9", "0.75e9", "11.68e6"]
     assert [sized(number) for number in (12, 1234, 934e6, 99.96e9, 128e9, 2.5e12)] == [
         "12 B", "1.23 kB", "934 MB", "100 GB", "128 GB", "2.5 TB",
     ]  # fmt: skip

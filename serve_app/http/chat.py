@@ -13,7 +13,7 @@ from serve_app.http.backend import ServedModel
 from serve_app.http.choices import AnswerPlan, Answers
 from serve_app.http.conversation import template_messages
 from serve_app.http.schemas import ChatRequest
-from serve_app.http.tools import answer_grammar, read_tools
+from serve_app.http.tools import ToolUse, answer_grammar, read_tools
 from serve_app.http.turn import TurnReader
 from serve_app.text.chat_formats.base import ChatDelta, Tool
 from worker.errors import InvalidRequest
@@ -45,16 +45,7 @@ class ChatPlan:
 
 def plan_chat(body: ChatRequest, model: ServedModel) -> ChatPlan:
     """What to generate; raises InvalidRequest."""
-    if model.template is None:
-        raise InvalidRequest(
-            "messages",
-            f"The model {model.name!r} has no chat template; use /v1/completions or chat_template=FILE.",
-        )
-    use = read_tools(body.tools, body.tool_choice)
-    if use.callable and model.format.name == "plain":
-        raise InvalidRequest("tools", f"The chat template of {model.name!r} knows no tools; leave them out.")
-    messages = model.format.messages(template_messages(body.messages))
-    prompt = model.template.render(messages, use.described, _variables(body))
+    prompt, use = render_chat(body, model)
     parallel = body.parallel_tool_calls is not False
     limit = body.token_limit()
     answer = AnswerPlan(
@@ -70,6 +61,20 @@ def plan_chat(body: ChatRequest, model: ServedModel) -> ChatPlan:
         arrival_s=time.time(),
     )
     return ChatPlan(answer, prompt, use.callable, parallel)
+
+
+def render_chat(body: ChatRequest, model: ServedModel) -> tuple[str, ToolUse]:
+    """The prompt's text, and what may be done with tools; raises InvalidRequest."""
+    if model.template is None:
+        raise InvalidRequest(
+            "messages",
+            f"The model {model.name!r} has no chat template; use /v1/completions or chat_template=FILE.",
+        )
+    use = read_tools(body.tools, body.tool_choice)
+    if use.callable and model.format.name == "plain":
+        raise InvalidRequest("tools", f"The chat template of {model.name!r} knows no tools; leave them out.")
+    messages = model.format.messages(template_messages(body.messages))
+    return model.template.render(messages, use.described, _variables(body)), use
 
 
 async def chat_chunks(

@@ -9,7 +9,7 @@ from typing import Any
 from serve_app.http.schemas import ChatMessage, ContentPart
 from worker.errors import InvalidRequest
 
-_TEXT_PARTS = ("text", "input_text", "output_text")
+_TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:

@@ -16,8 +16,11 @@ from serve_app.http.chat import chat_body, chat_chunks, plan_chat
 from serve_app.http.choices import start_answers
 from serve_app.http.completions import completion_body, completion_chunks, plan_completion
 from serve_app.http.errors import ApiError, UnknownModel, WorkerLost, describe_error, describe_validation
+from serve_app.http.response_schemas import ResponseRequest
+from serve_app.http.responses import as_chat, response_body, response_events
 from serve_app.http.schemas import ChatRequest, CompletionRequest, Lenient
 from serve_app.http.streaming import start_stream
+from serve_app.http.tokens import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 from worker.errors import HeadroomError
 
 logger = logging.getLogger(__name__)
@@ -68,6 +71,26 @@ def _add_generation(app: FastAPI, backend: Backend) -> None:
         if body.stream:
             return await start_stream(chat_chunks(answers, body, plan, model), ignored_header(body))
         return JSONResponse(await chat_body(answers, plan, model), headers=ignored_header(body))
+
+    @app.post("/v1/responses", response_model=None)
+    async def responses(body: ResponseRequest) -> Response:
+        model = find_model(backend, body.model)
+        plan = plan_chat(as_chat(body), model)
+        answers = await start_answers(backend, model, plan.answer)
+        if body.stream:
+            events = response_events(answers, body, plan, model)
+            return await start_stream(events, ignored_header(body), named=True)
+        return JSONResponse(await response_body(answers, body, plan, model), headers=ignored_header(body))
+
+    @app.post("/tokenize")
+    async def tokenize_text(body: TokenizeRequest) -> dict[str, Any]:
+        model = find_model(backend, body.model)
+        info = await backend.model_info(model.name)
+        return tokenize(body, model, info.max_model_len)
+
+    @app.post("/detokenize")
+    async def detokenize_ids(body: DetokenizeRequest) -> dict[str, Any]:
+        return detokenize(body, find_model(backend, body.model))
 
 
 def _add_facts(app: FastAPI, backend: Backend) -> None:

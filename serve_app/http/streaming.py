@@ -27,28 +27,32 @@ def encode_event(chunk: Mapping[str, Any], event: str | None = None) -> str:
 
 
 async def start_stream(
-    chunks: AsyncIterator[Mapping[str, Any]], headers: Mapping[str, str]
+    chunks: AsyncIterator[Mapping[str, Any]], headers: Mapping[str, str], *, named: bool = False
 ) -> StreamingResponse:
-    """The response of a streamed request.
+    """The response of a streamed request. ``named``: each chunk's ``type`` is the name of its event, and the last
+    one is the end; else ``[DONE]`` is.
 
     The first chunk is awaited here, so that an error before it still gets its own status. A later error becomes a
     last event in the shape of an error body.
     """
     first = await anext(chunks)
     return StreamingResponse(
-        _lines(first, chunks), media_type="text/event-stream", headers={**_HEADERS, **headers}
+        _lines(first, chunks, named), media_type="text/event-stream", headers={**_HEADERS, **headers}
     )
 
 
-async def _lines(first: Mapping[str, Any], chunks: AsyncIterator[Mapping[str, Any]]) -> AsyncIterator[str]:
+async def _lines(
+    first: Mapping[str, Any], chunks: AsyncIterator[Mapping[str, Any]], named: bool
+) -> AsyncIterator[str]:
     async with aclosing(cast("Any", chunks)):
-        yield encode_event(first)
+        yield encode_event(first, first["type"] if named else None)
         try:
             async for chunk in chunks:
-                yield encode_event(chunk)
+                yield encode_event(chunk, chunk["type"] if named else None)
         except Exception as error:
             answer = describe_error(error)
             if answer.status == 500:
                 logger.exception("a stream broke")
-            yield encode_event(answer.body())
-        yield _DONE
+            yield encode_event(answer.body(), "error" if named else None)
+        if not named:
+            yield _DONE

@@ -136,9 +136,8 @@ def _call_rules(index: int, tool: Tool, opened: str, closed: str) -> list[str]:
     rules = [f'call{index}: {opened} {head} {" ".join(uses)} "</function>\\n" {closed}']
     for place, name in enumerate(names):
         rule = f"p{index}_{place}"
-        rules.append(
-            f"{rule}: {json.dumps(f'<parameter={name}>' + chr(10), ensure_ascii=False)} {rule}_value"
-        )
+        start = json.dumps(f"<parameter={name}>\n", ensure_ascii=False)
+        rules.append(f"{rule}: {start} {rule}_value")
         rules += _value_rules(f"{rule}_value", properties[name])
     return rules
 

@@ -83,7 +83,8 @@ def _audit_bindings(pool: PagePool, table: PageTable, copying: dict[int, tuple[i
         state, owner = pool.state[page], pool.owner[page]
         if state == BOUND:
             _expect(
-                owner >= 0 and table.physical[owner] == page, f"{name}: page {page} and its owner disagree"
+                0 <= owner < len(table.physical) and table.physical[owner] == page,
+                f"{name}: page {page} and its owner disagree",
             )
         elif state == TARGET:
             _expect(copying.get(owner, (-1, 0))[0] == page, f"{name}: page {page} waits for no copy")

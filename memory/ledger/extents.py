@@ -81,7 +81,9 @@ class Layout:
         return without([(0, self.arena_bytes)], self.blocks())
 
     def gap_bytes(self) -> int:
-        """Bytes of the gap above what the floor keeps."""
+        """Bytes of the gap that bands may grow into: what the floor leaves, nothing with fixed shares."""
+        if self.rigid:
+            return 0
         gap = sum(high - low for low, high in self.gaps())
         return max(0, gap - self.floor_places * self.place_bytes)
 

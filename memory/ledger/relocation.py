@@ -152,18 +152,19 @@ class Relocator:
         ``keep_free`` free pages stay in the band. A page that cannot move, or the byte budget, ends it early.
         """
         pool = self._pools[group]
-        if high:
-            wanted = pool.last - max(pool.first, pool.grid.page_down(to_byte))
-        else:
-            wanted = min(pool.last, pool.grid.page_up(to_byte)) - pool.first
-        lacking = wanted - (pool.num_free - keep_free)
+        required = pool.num_pages - pool.num_free + keep_free
+        edge = pool.grid.page_down(to_byte) if high else pool.grid.page_up(to_byte)
+        lacking = required - (edge - pool.first if high else pool.last - edge)
         if lacking > 0 and pool.anchor is Anchor.FLOAT:
             grown = min(lacking, self._layout.room(group, not high))
             if high:
                 pool.grow_down(grown)
             else:
                 pool.grow_up(grown)
-        wanted = min(wanted, pool.num_free - keep_free)
+        if high:
+            wanted = pool.last - max(edge, pool.first + required)
+        else:
+            wanted = min(edge, pool.last - required) - pool.first
         if wanted <= 0:
             return
         inward = (

@@ -94,7 +94,7 @@ class RoomMaker:
             return
         # The float lacks room to move on: push what lies beyond it, then try once more.
         short = edge - band.low_byte if up else band.high_byte - edge
-        moved = -(-short // band.page_bytes)
+        moved = -(-short // band.page_bytes) - max(0, band.num_free - keep)
         self._clear(other, up, moved, need, depth + 1)
         self._relocator.vacate(other, not up, edge, keep)
 

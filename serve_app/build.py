@@ -3,6 +3,7 @@
 # Serve reads the builder's annotation at run time, so it must be the class itself and no string: no
 # ``from __future__ import annotations`` here.
 
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -15,6 +16,7 @@ from serve_app.config import AppArgs
 from serve_app.deployments.dispatch import DispatchConfig
 from serve_app.deployments.router import Router, RouterArgs
 from serve_app.deployments.worker import Worker, WorkerArgs
+from serve_app.http.api_keys import KeyRing
 from serve_app.policies.coalescing import CoalescingConfig
 from serve_app.policies.placement import PlacementConfig
 from serve_app.text.chat_formats import make_chat_format
@@ -34,10 +36,12 @@ ROUTING: dict[str, Any] = {
 
 
 def app(args: AppArgs) -> Application:
-    """The application: Routers that hold a handle to Workers. Raises ModelLoadError before anything is started when
-    the model's text files are missing or wrong."""
+    """The application: Routers that hold a handle to Workers. Raises ModelLoadError or ConfigError before anything is
+    started when a text file of the model, or a file named in the options, is missing or wrong."""
     load_text_model(resolve_model(args.model, args.revision, weights=False), args.chat_template)
     make_chat_format(args.chat_format, "")
+    if args.api_keys_file:
+        KeyRing(Path(args.api_keys_file))
     return _router(args).bind(router_args(args), _worker(args).bind(worker_args(args)))
 
 
@@ -49,6 +53,8 @@ def router_args(args: AppArgs) -> RouterArgs:
         name=args.name,
         chat_template=args.chat_template,
         chat_format=args.chat_format,
+        api_keys_file=args.api_keys_file,
+        max_body_bytes=args.max_body_bytes,
         dispatch=DispatchConfig(
             max_queue=args.max_queue,
             queue_timeout_s=args.queue_timeout_s,

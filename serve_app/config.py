@@ -72,6 +72,10 @@ class AppArgs(BaseModel):
     chat_format: str = Field(
         default="auto", description="How reasoning and tool calls are marked; auto: as the template shows."
     )
+    api_keys_file: str = Field(
+        default="", description="File of API keys (hashes) and limits; empty: no keys needed."
+    )
+    max_body_bytes: int = Field(default=32 * 1024 * 1024, ge=1024, description="Largest body of a request.")
     log_level: str = Field(default="info", description="debug, info, warning or error.")
 
     engine: str = "native"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -14,6 +15,8 @@ from serve_app.deployments import ray_hooks
 from serve_app.deployments.backend import RouterBackend
 from serve_app.deployments.dispatch import DispatchConfig, Dispatcher
 from serve_app.deployments.protocol import WorkerReport
+from serve_app.http.access import AccessRules
+from serve_app.http.api_keys import KeyRing
 from serve_app.http.backend import ServedModel
 from serve_app.http.routes import create_app
 from serve_app.policies.placement import Placement, PlacementConfig
@@ -33,6 +36,9 @@ class RouterArgs:
     name: str
     chat_template: str
     chat_format: str
+    api_keys_file: str
+    max_body_bytes: int
+
     dispatch: DispatchConfig
     placement: PlacementConfig
     log_level: str
@@ -45,10 +51,12 @@ class Router:
         configure_logging(args.log_level)
         self._dispatcher = Dispatcher(args.dispatch, Placement(args.placement), ray_hooks.PinnedCalls(worker))
         self._backend = RouterBackend(served_model(args), self._dispatcher)
+        keys = KeyRing(Path(args.api_keys_file)) if args.api_keys_file else None
+        self._access = AccessRules(keys, args.max_body_bytes)
         self._housekeeping = asyncio.create_task(self._dispatcher.run())
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_app(self._backend)
+        return create_app(self._backend, self._access)
 
     async def report(self, report: WorkerReport) -> None:
         """A worker's push."""

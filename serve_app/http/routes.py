@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
+from serve_app.http.access import AccessMiddleware, AccessRules, BodyTooLarge, for_caller, too_large
 from serve_app.http.backend import Backend, ServedModel
 from serve_app.http.chat import chat_body, chat_chunks, plan_chat
 from serve_app.http.choices import start_answers
@@ -26,10 +27,12 @@ from worker.errors import HeadroomError
 logger = logging.getLogger(__name__)
 
 
-def create_app(backend: Backend) -> FastAPI:
+def create_app(backend: Backend, access: AccessRules | None = None) -> FastAPI:
     """The application. Serve makes its own trace spans, so FastAPI's are switched off where it has them."""
     app = FastAPI(title="Headroom", version="1", **_telemetry_off())
+    app.add_middleware(AccessMiddleware, rules=access or AccessRules())
     _add_error_answers(app)
+
     _add_generation(app, backend)
     _add_facts(app, backend)
     return app
@@ -54,29 +57,29 @@ def ignored_header(body: Lenient) -> dict[str, str]:
 
 def _add_generation(app: FastAPI, backend: Backend) -> None:
     @app.post("/v1/completions", response_model=None)
-    async def completions(body: CompletionRequest) -> Response:
+    async def completions(request: Request, body: CompletionRequest) -> Response:
         model = find_model(backend, body.model)
         plan = plan_completion(body, model)
-        answers = await start_answers(backend, model, plan)
+        answers = await start_answers(backend, model, for_caller(plan, request))
         if body.stream:
             return await start_stream(completion_chunks(answers, body, plan, model), ignored_header(body))
         content = await completion_body(answers, body, plan, model)
         return JSONResponse(content, headers=ignored_header(body))
 
     @app.post("/v1/chat/completions", response_model=None)
-    async def chat_completions(body: ChatRequest) -> Response:
+    async def chat_completions(request: Request, body: ChatRequest) -> Response:
         model = find_model(backend, body.model)
         plan = plan_chat(body, model)
-        answers = await start_answers(backend, model, plan.answer)
+        answers = await start_answers(backend, model, for_caller(plan.answer, request))
         if body.stream:
             return await start_stream(chat_chunks(answers, body, plan, model), ignored_header(body))
         return JSONResponse(await chat_body(answers, plan, model), headers=ignored_header(body))
 
     @app.post("/v1/responses", response_model=None)
-    async def responses(body: ResponseRequest) -> Response:
+    async def responses(request: Request, body: ResponseRequest) -> Response:
         model = find_model(backend, body.model)
         plan = plan_chat(as_chat(body), model)
-        answers = await start_answers(backend, model, plan.answer)
+        answers = await start_answers(backend, model, for_caller(plan.answer, request))
         if body.stream:
             events = response_events(answers, body, plan, model)
             return await start_stream(events, ignored_header(body), named=True)
@@ -129,12 +132,18 @@ def _add_error_answers(app: FastAPI) -> None:
     for kind in (HeadroomError, UnknownModel, WorkerLost):
         app.add_exception_handler(kind, known)
 
+    @app.exception_handler(BodyTooLarge)
+    async def large(request: Request, error: BodyTooLarge) -> Response:
+        return too_large(error.max_bytes).response()
+
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         return describe_validation(error.errors()).response()
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
+        if isinstance(error.__cause__, BodyTooLarge):  # as FastAPI hands it on
+            return too_large(error.__cause__.max_bytes).response()
         headers: Mapping[str, str] = error.headers or {}
         message = f"{request.method} {request.url.path}: {error.detail}"
         return ApiError(error.status_code, message, "invalid_request_error", headers=headers).response()

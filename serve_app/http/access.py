@@ -1,0 +1,131 @@
+"""Who may call: checks the key ahead of every route, holds it to its limits, and bounds every body."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serve_app.http.api_keys import KeyEntry, KeyRing
+from serve_app.http.choices import AnswerPlan
+from serve_app.http.errors import ApiError
+
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/openapi.json", "/docs", "/redoc"})
+"""Probes and scrapers have no key."""
+SESSION_HEADER = "x-session-id"
+
+
+@dataclass(frozen=True, slots=True)
+class AccessRules:
+    """``keys``: None lets everyone in. ``max_body_bytes``: bound of every body, also of keys without one."""
+
+    keys: KeyRing | None = None
+    max_body_bytes: int = 32 * 1024 * 1024
+
+
+class BodyTooLarge(Exception):
+    """More of a body came than is allowed."""
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__(max_bytes)
+        self.max_bytes = max_bytes
+
+
+class AccessMiddleware:
+    """An ASGI middleware. The entry of the caller's key is at ``scope["state"]["key"]`` afterwards."""
+
+    def __init__(self, app: ASGIApp, rules: AccessRules) -> None:
+        self._app = app
+        self._rules = rules
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers 401, 413 or 429, or passes the request on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        keys = self._rules.keys
+        if keys is None or _path(scope) in OPEN_PATHS:
+            await self._bounded(scope, receive, send, self._rules.max_body_bytes)
+            return
+        entry = keys.find(_bearer(scope), time.monotonic())
+        if entry is None:
+            await _refuse(scope, receive, send, _unknown_key())
+            return
+        reached = keys.enter(entry, time.monotonic())
+        if reached is not None:
+            headers = {"Retry-After": str(max(1, round(reached.retry_after_s + 0.5)))}
+            error = ApiError(
+                429, reached.message, "rate_limit_error", code="rate_limit_exceeded", headers=headers
+            )
+            await _refuse(scope, receive, send, error)
+            return
+        scope.setdefault("state", {})["key"] = entry
+        limits = [limit for limit in (entry.max_body_bytes, self._rules.max_body_bytes) if limit]
+        try:
+            await self._bounded(scope, receive, send, min(limits))
+        finally:
+            keys.leave(entry)
+
+    async def _bounded(self, scope: Scope, receive: Receive, send: Send, max_bytes: int) -> None:
+        declared = HTTPConnection(scope).headers.get("content-length", "0")
+        if declared.isdigit() and int(declared) > max_bytes:
+            await _refuse(scope, receive, send, too_large(max_bytes))
+            return
+        num_bytes = 0
+
+        async def counted() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > max_bytes:
+                raise BodyTooLarge(max_bytes)
+            return message
+
+        await self._app(scope, counted, send)
+
+
+def for_caller(plan: AnswerPlan, connection: HTTPConnection) -> AnswerPlan:
+    """The plan with what the caller's key and session add: prefixes are shared only under one key, and requests of a
+    session, else of a user, else of a key, belong together."""
+    entry: KeyEntry | None = getattr(connection.state, "key", None)
+    session = connection.headers.get(SESSION_HEADER, "")
+    salt, affinity = plan.cache_salt, session or plan.affinity_key
+    if entry is not None:
+        # Within the key's own prefix: nobody can name another key's salt.
+        salt = f"{entry.sha256[:16]}/{salt}"
+        affinity = f"{entry.name}/{affinity}"
+    return replace(plan, cache_salt=salt, affinity_key=affinity)
+
+
+def too_large(max_bytes: int) -> ApiError:
+    """The answer to a body that is too large."""
+    return ApiError(
+        413, f"The body is larger than {max_bytes} bytes.", "invalid_request_error", code="request_too_large"
+    )
+
+
+def _unknown_key() -> ApiError:
+    headers = {"WWW-Authenticate": "Bearer"}
+    return ApiError(
+        401,
+        "The API key is missing or not valid; send it as 'Authorization: Bearer KEY'.",
+        "authentication_error",
+        code="invalid_api_key",
+        headers=headers,
+    )
+
+
+def _bearer(scope: Scope) -> str:
+    kind, _, key = HTTPConnection(scope).headers.get("authorization", "").partition(" ")
+    return key.strip() if kind.lower() == "bearer" else ""
+
+
+def _path(scope: Scope) -> str:
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send, error: ApiError) -> None:
+    await error.response()(scope, receive, send)

@@ -68,8 +68,8 @@ class PlacementConfig:
     stay_share: float = 0.1
     stay_ms: float = 10.0
     share_window_s: float = 2.0
-    most_share: float = 2.2
-    min_share_placements: float = 4.0
+    most_share: float = 2.0
+    min_share_placements: float = 3.0
     queue_share: float = 1.0
     default_new_tokens: float = 128.0
     ticket_ttl_s: float = 900.0

@@ -1,0 +1,1 @@
+"""A simulated fleet for the placement policies: traces, workers, routers, figures."""

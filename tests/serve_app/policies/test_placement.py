@@ -90,7 +90,9 @@ def test_a_hot_prefix_spills_over_before_its_replica_drowns() -> None:
 
 def test_a_burst_under_one_snapshot_does_not_stampede_the_idle_replica() -> None:
     replicas = {f"r{i}": {"running": 12} for i in range(7)}
-    placement = placement_with(**replicas, idle={})
+    # The prediction alone, without the bound on shares behind it.
+    config = PlacementConfig(costs=COSTS, block_tokens=4, most_share=100.0)
+    placement = placement_with(config, **replicas, idle={})
     shares = Counter(chosen(placement.choose(LONG, 0.5)) for _ in range(80))
     assert shares["idle"] <= 2.5 * 80 / 8
     assert len(shares) == 8

@@ -148,9 +148,10 @@ class _Candidate:
 
 
 class Placement:
-    """The placement ledger of one Router and the choice made from it."""
+    """The placement ledger of one Router and the choice made from it. Without a ``seed`` ties are drawn differently in
+    every Router, or all of them would draw the same replica."""
 
-    def __init__(self, config: PlacementConfig, seed: int = 0) -> None:
+    def __init__(self, config: PlacementConfig, seed: int | None = None) -> None:
         self._config = config
         self._random = Random(seed)
         self._views: dict[str, ReplicaView] = {}

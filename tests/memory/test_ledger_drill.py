@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from memory.api import PlaceRange
-from tests.memory.geometries import latent_specs, mixed_specs, small_ledger
+from memory.api import PageAsk, PlaceRange
+from tests.memory.geometries import full_spec, latent_specs, mixed_specs, small_ledger
 from tests.memory.world import World
 
 
@@ -91,3 +91,48 @@ def test_no_byte_is_wrong_with_fixed_shares() -> None:
     ledger = small_ledger(specs, 96 * 1024, place_bytes=512, floor_places=4, mode="split", cached=True)
     seen = _walk(5, World(ledger, 96 * 1024, 512), 200)
     assert seen["urgent"] == seen["beside"] == 0, "fixed shares do not move pages"
+
+
+def test_no_pinned_page_flips() -> None:
+    """A copy is under way when a transfer pins the page; the transfer reads on while the copy ends."""
+    arena_bytes = 64 * 1024
+    ledger = small_ledger([full_spec(16)], arena_bytes, place_bytes=1024, move_budget_bytes=arena_bytes)
+    world = World(ledger, arena_bytes, 1024)
+    numbers = world.plan({}, [([n] * 40, 16) for n in range(100)])
+    world.finish_all()
+    world.plan(dict.fromkeys(numbers, 4))
+    world.finish_all()
+    for number in numbers[:80]:
+        world.release(number, donate=False)
+    world.plan({})
+    copied = {move.virtual for move in world.device.queue[-1].commands.moves if move.sealed}
+    pinned = [number for number in world.running if copied & set(ledger.pages(number, "full").pages)]
+    assert pinned
+    for number in pinned:
+        world.pin(number)
+    world.plan({})
+    for _ in range(3):
+        world.finish_step()
+        world.plan({})
+    world.finish_all()
+    world.check()
+
+
+def test_a_page_is_not_copied_before_its_last_writer_is_done() -> None:
+    """The step that fills the page is in flight: it may move between steps, not beside that one."""
+    ledger = small_ledger([full_spec(16)], 64 * 1024, place_bytes=1024, move_budget_bytes=0)
+    ledger.begin_step(1, 0)
+    for request in range(40):
+        ledger.grant(PageAsk(request, 16))
+    ledger.commit_step(1)
+    ledger.begin_step(2, 1)
+    for request in range(30):
+        ledger.release(request)
+    ledger.commit_step(2)
+    ledger.begin_step(3, 1)
+    for request in range(30, 40):
+        ledger.grant(PageAsk(request, 16, 16))
+    ledger._book.relocator.move_budget_bytes = 1 << 20
+    moves = ledger.commit_step(3).moves
+    assert len(moves) == 10
+    assert not any(move.sealed for move in moves)

@@ -78,7 +78,7 @@ def test_evictable_bytes_are_credited_once() -> None:
 
 def test_a_prefix_hit_pays_for_the_copy_of_its_state() -> None:
     """An arena with room for one state only: a match would need two, so it is no match and the request goes on."""
-    arena = STATE.page_bytes + 20 * FULL.page_bytes
+    arena = STATE.page_bytes + 8 * FULL.page_bytes
     world = World(small_ledger([FULL, STATE], arena, cached=True), arena)
     (first,) = world.plan({}, [(list(range(64)), 64)])
     world.finish_all()

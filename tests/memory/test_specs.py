@@ -108,3 +108,7 @@ def test_most_pages_covers_every_alignment_of_a_chunk() -> None:
             held = pages_for(spec, computed + chunk) - first_visible_page(spec, computed)
             assert held < most_pages(spec, 10_000, chunk), "one page more may still be in flight"
     assert most_pages(spec, 20, 64) == 2
+    assert most_pages(spec, 10_000, 1) == 5
+    assert most_pages(window_spec(16, 128), 10_000, 1) == 10, (
+        "a window costs its tokens, not the next power of two"
+    )

@@ -1,6 +1,6 @@
 """Measures what one decode step costs the host: begin, schedule, commit, apply and end, without any model.
 
-    python -m benchmarks.scheduler_cost [--json FILE]
+    python -m benchmarks.scheduler_cost [--json FILE] [--cpu-time]
 
 The runner is a stub that answers with constant tokens; its own time is not counted. Each figure is the median, and
 the slowest tenth, over steps in which every row decodes one token; page grants fall where they fall.
@@ -12,7 +12,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,8 +53,12 @@ class _ConstantRunner:
         return StepResult(plan.step, tokens, plan.samples.astype(np.int64))
 
 
-def measure(num_rows: int, num_steps: int = 300, specs: Sequence[PageSpec] = SPECS) -> StepCost:
-    """Cost of a decode step at ``num_rows`` requests of 1,024 prompt tokens, over ``num_steps`` steps."""
+def measure(
+    num_rows: int, num_steps: int = 300, specs: Sequence[PageSpec] = SPECS, cpu_time: bool = False
+) -> StepCost:
+    """Cost of a decode step at ``num_rows`` requests of about 1,024 prompt tokens, over ``num_steps`` steps; wall time,
+    or the CPU time of this thread."""
+    clock = time.thread_time if cpu_time else time.perf_counter
     config = WorkerConfig(model="", max_running=num_rows, max_step_tokens=8192, prefix_cache=False)
     per_request = sum(spec.page_bytes * (1 if spec.page_tokens == 1 else 80) for spec in specs)
     ledger = make_ledger(config, specs, 2 * num_rows * per_request)
@@ -66,9 +70,9 @@ def measure(num_rows: int, num_steps: int = 300, specs: Sequence[PageSpec] = SPE
         scheduler.submit(GenerateRequest(str(number), prompt[: PROMPT_TOKENS - number % 64], sampling))
     runner, step = _ConstantRunner(), 0
     while len(scheduler.waiting) or (scheduler.rows.num_computed < scheduler.rows.num_prompt).any():
-        _turn(ledger, scheduler, runner, step)
+        _turn(ledger, scheduler, runner, step, clock)
         step += 1
-    turns = [_turn(ledger, scheduler, runner, step + more) for more in range(num_steps)]
+    turns = [_turn(ledger, scheduler, runner, step + more, clock) for more in range(num_steps)]
     totals = sorted(sum(turn) for turn in turns)
     return StepCost(
         num_rows,
@@ -79,26 +83,31 @@ def measure(num_rows: int, num_steps: int = 300, specs: Sequence[PageSpec] = SPE
     )
 
 
-def _turn(ledger: Ledger, scheduler: Scheduler, runner: _ConstantRunner, step: int) -> tuple[float, float]:
+def _turn(
+    ledger: Ledger, scheduler: Scheduler, runner: _ConstantRunner, step: int, clock: Callable[[], float]
+) -> tuple[float, float]:
     """One step in lock-step; seconds before the device could start, and after it is done."""
-    start = time.perf_counter()
+    start = clock()
     ledger.begin_step(step, step - 1)
     plan = scheduler.schedule(step)
     ledger.commit_step(step)
-    planned = time.perf_counter()
+    planned = clock()
     result = runner.run(plan)
-    done = time.perf_counter()
+    done = clock()
     scheduler.apply(plan, result)
     ledger.end_step(step)
-    return planned - start, time.perf_counter() - done
+    return planned - start, clock() - done
 
 
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--json", type=Path, help="also write the figures there")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="count CPU time: for machines with other load"
+    )
     options = parser.parse_args()
-    costs = [measure(num_rows) for num_rows in (64, 256, 1000)]
+    costs = [measure(num_rows, cpu_time=options.cpu_time) for num_rows in (64, 256, 1000)]
     print("rows  step ms (median)  step ms (p90)  schedule ms  apply ms")
     for cost in costs:
         print(

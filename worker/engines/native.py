@@ -99,6 +99,8 @@ class NativeEngine:
         limits = _limits(config, self._model)
         if grammars is None:
             grammars = GrammarMatchers.for_folder(Path(config.model), info.vocab_size, info.eos_token_ids)
+        if grammars is None and info.folder:
+            grammars = GrammarMatchers.for_folder(Path(info.folder), info.vocab_size, info.eos_token_ids)
         self._scheduler = Scheduler(self._ledger, limits, grammars=grammars)
         overlap = info.device != "cpu"
         self._loop = EngineLoop(self._scheduler, self._ledger, self._runner, overlap, audit, record)

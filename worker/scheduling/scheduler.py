@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memory.api import CHECKPOINT_TOKENS, NO_MATCH, Ledger, PageKind, PageSpec, Shortage
+from memory.api import CHECKPOINT_TOKENS, NO_MATCH, Ledger, PageKind, PageSpec, PrefixMatch, Shortage
 from worker.api import FinishReason, GenerateRequest, TokenEvent
 from worker.errors import InvalidRequest
 from worker.scheduling.admission import AdmissionControl, OutputForecast, check_can_finish
@@ -100,7 +100,7 @@ class Scheduler:
         kinds = {spec.kind for spec in ledger.specs.values()}
         self._bundled = limits.prefix_cache and bool(kinds & {PageKind.STATE, PageKind.WINDOW})
         self._whole_asks = PageKind.WINDOW not in kinds
-        self._align = _block_tokens(ledger.specs.values(), self._bundled)
+        self._align = _block_tokens(ledger.specs.values(), self._bundled or limits.deterministic)
         strict = limits.deterministic
         self._rule = ChunkRule(CHECKPOINT_TOKENS if strict else self._align if self._bundled else 1, strict)
         self._builder = PlanBuilder(self.running, grammars)
@@ -298,7 +298,7 @@ class Scheduler:
 
     def _admit_one(self, request: Request, step: int, budget: StepBudget) -> tuple[int, int] | None:
         known = request.known_token_ids()
-        match = self._ledger.match(known, request.asked.cache_salt) if self.limits.prefix_cache else NO_MATCH
+        match = self._match(known, request.asked.cache_salt)
         length = self._chunk(match.num_tokens, len(known), request.num_prompt, None, budget)
         if self.limits.deterministic and match.num_tokens >= request.num_prompt:
             length = 1
@@ -323,6 +323,16 @@ class Scheduler:
             self.rows.next_checkpoint[slot] = self._next_checkpoint(slot)
         self._count_admission(request, match.num_tokens)
         return slot, length
+
+    def _match(self, known: tuple[int, ...], salt: str) -> PrefixMatch:
+        if not self.limits.prefix_cache:
+            return NO_MATCH
+        match = self._ledger.match(known, salt)
+        aligned = match.num_tokens // CHECKPOINT_TOKENS * CHECKPOINT_TOKENS
+        if self.limits.deterministic and aligned < match.num_tokens:
+            # A match leaves at least one token, so this one ends at the aligned place.
+            return self._ledger.match(known[: aligned + 1], salt) if aligned else NO_MATCH
+        return match
 
     def _count_admission(self, request: Request, num_cached: int) -> None:
         now = self._clock()

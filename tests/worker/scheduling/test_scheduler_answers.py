@@ -76,6 +76,7 @@ def test_a_request_sent_back_goes_on_where_it_was(name: str, overlap: bool) -> N
     while desk.loop.has_work:
         desk.step()
         turns += 1
+        assert turns < 5000, "it never ends"
         rows = desk.scheduler.rows
         if turns % 7 == 0 and rows.num_running > 1:  # also where memory alone would not
             slot = int(rows.taken()[-1])

@@ -138,6 +138,20 @@ def test_several_tokens_a_step_are_cut_at_the_first_stop() -> None:
     assert (again.num_computed.tolist(), again.token_ids.tolist()) == ([11, 14], [6, 4])
 
 
+def test_end_tokens_before_min_tokens_do_not_end_the_output() -> None:
+    """A runner makes them impossible; the scheduler must not depend on it."""
+    desk = make_desk(FULL, prefix_cache=False)
+    desk.ask("a", range(10), max_tokens=5, min_tokens=2)
+    ends = []
+    for step in range(3):
+        desk.ledger.begin_step(step, step - 1)
+        plan = desk.scheduler.schedule(step)
+        desk.ledger.commit_step(step)
+        desk.take(desk.scheduler.apply(plan, StepResult(step, np.array([[3]]), np.array([1]))))
+        ends.append(desk.last("a").finish_reason is not None)
+    assert ends == [False, False, True]
+
+
 def test_results_that_do_not_belong_to_the_plan_are_not_believed() -> None:
     desk = make_desk()
     desk.ask("a", range(10), max_tokens=5)

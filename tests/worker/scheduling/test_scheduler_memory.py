@@ -139,18 +139,19 @@ def test_whoever_was_sent_back_is_first_in_the_queue(ledger: str) -> None:
 
 
 def test_frees_on_their_way_are_waited_for_before_anybody_is_sent_back() -> None:
-    """In step 18 the older request needs a sixth page of five. The other one ended with step 16, but step 17, still
-    in flight, reads its three pages."""
+    """In step 18 the older request needs an eighth page of seven. Another one ended with step 16, but step 17, still
+    in flight, reads its three pages. The youngest could be sent back, but need not."""
     alone = make_desk()
     alone.ask("ends", range(30), seed=1, max_tokens=30, **NO_END)
     alone.finish()
     stop = alone.tokens("ends")[16]
     assert stop not in alone.tokens("ends")[:16]
     desk = make_desk(
-        FULL, "free lists", 5 * PAGE_BYTES, prefix_cache=False, forecast=optimist(), overlap=True
+        FULL, "free lists", 7 * PAGE_BYTES, prefix_cache=False, forecast=optimist(), overlap=True
     )
     desk.ask("older", range(15), max_tokens=40, **NO_END)
-    desk.ask("ends", range(30), max_tokens=30, stop_token_ids=(stop,), **NO_END)
+    desk.ask("ends", range(30), seed=1, max_tokens=30, stop_token_ids=(stop,), **NO_END)
+    desk.ask("youngest", range(5), max_tokens=26, **NO_END)
     waited = 0
     while desk.loop.has_work:
         desk.step()

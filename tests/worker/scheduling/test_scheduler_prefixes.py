@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.helpers.fake_runner import expected_tokens
 from tests.helpers.scheduling import ALL_KINDS, FULL, HYBRID, WINDOWED, Desk, make_desk
+from worker.api import SamplingParams
 
 SPECS = {"full": FULL, "hybrid": HYBRID, "windowed": WINDOWED, "all": ALL_KINDS}
 PROMPT = tuple(range(20, 170))
@@ -74,14 +76,18 @@ def test_without_the_cache_nothing_is_kept() -> None:
     assert sum(kind.reclaimable_bytes for kind in headroom.kinds.values()) == 0
 
 
-def test_deterministic_requests_never_start_from_another_ones_output() -> None:
-    desk = make_desk(ALL_KINDS, deterministic=True, max_step_tokens=128)
+@pytest.mark.parametrize("name", ["full", "all"])
+def test_deterministic_requests_never_start_from_another_ones_output(name: str) -> None:
+    desk = make_desk(SPECS[name], deterministic=True, max_step_tokens=128)
     desk.ask("turn 1", PROMPT, max_tokens=150, ignore_eos=True)
     desk.finish()
     follow_up = (*PROMPT, *desk.tokens("turn 1"), 9, 9, 9)
     desk.ask("turn 2", follow_up, max_tokens=5, ignore_eos=True)
     desk.finish()
+    desk.ask("other end", (*PROMPT[:90], 1, 2, 3), max_tokens=5, ignore_eos=True)
+    desk.finish()
     assert cached(desk, "turn 2") == 128, "the prompt's last checkpoint, no further"
+    assert cached(desk, "other end") == 64 * (name == "full"), "no chunk may begin elsewhere"
     desk.check_answers()
 
 
@@ -97,3 +103,20 @@ def test_who_comes_back_finds_its_own_pages(name: str) -> None:
     assert plan.started[0].known_token_ids == (*PROMPT, *desk.expected("a")[:before])
     desk.finish()
     desk.check_answers()
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["lock-step", "overlap"])
+def test_a_state_carried_past_the_end_is_not_kept(overlap: bool) -> None:
+    """The answer stops with 192 tokens computed, a place for a checkpoint; overlapped, a step in flight goes on."""
+    sampling = SamplingParams(max_tokens=110, ignore_eos=True)
+    answers = ((seed, expected_tokens(HYBRID, range(100), sampling, seed)) for seed in range(100))
+    seed, tokens = next((seed, tokens) for seed, tokens in answers if tokens[92] not in tokens[:92])
+    stop = tokens[92]
+    desk = make_desk(HYBRID, overlap=overlap)
+    desk.ask("a", range(100), seed=seed, max_tokens=110, ignore_eos=True, stop_token_ids=(stop,))
+    desk.finish()
+    assert len(desk.tokens("a")) == 93
+    desk.ask("next", (*range(100), *desk.tokens("a"), 1, 2), max_tokens=20, ignore_eos=True)
+    desk.finish()
+    desk.check_answers()
+    assert cached(desk, "next") == (128 if overlap else 192)

@@ -1,0 +1,244 @@
+"""The native engine with real tiny models, and what only a whole engine can show: stalls, departures, recordings."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import time
+from contextlib import aclosing, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from demo.tiny import FAMILIES
+from memory.api import PageSpec
+from tests.helpers.fake_runner import FakeRunner, full_spec, state_spec, window_spec
+from tests.helpers.tiny import tiny_folder
+from worker.api import Engine, FinishReason, GenerateRequest, Grammar, SamplingParams, TokenEvent
+from worker.config import WorkerConfig
+from worker.engines.native import NativeEngine
+from worker.engines.transformers import TransformersEngine
+from worker.errors import ConfigError, EngineDead, PromptTooLong
+from worker.scheduling.ledgers import make_ledger
+from worker.scheduling.recording import StepRecorder, read_steps, replay
+from worker.scheduling.step import StepPlan, StepResult
+
+LENGTHS = (1, 2, 17, 64, 65, 130, 200)
+SEEDS = {"qwen3_5_moe": 4, "qwen3_5": 0, "qwen3_moe": 7, "gpt_oss": 2}
+"""Prompts with which no router and no greedy choice of these weights is nearer than 1e-4: at a nearer tie two correct
+computations may take different experts."""
+FAKE_SPECS = (full_spec(), window_spec(40), state_spec())
+
+
+def config(folder: Path | None = None, **options: Any) -> WorkerConfig:
+    """A small engine on a CPU."""
+    model = str(folder or tiny_folder())
+    return WorkerConfig(
+        **{"model": model, "device": "cpu", "arena_bytes": 1 << 26, "page_tokens": 16, **options}
+    )
+
+
+def on_fake_runner(arena_bytes: int = 1 << 20, **options: Any) -> NativeEngine:
+    """The engine without a model."""
+    settings = WorkerConfig(model="fake", arena_bytes=arena_bytes, **options)
+    return NativeEngine(settings, lambda _: FakeRunner(FAKE_SPECS), audit=True)
+
+
+async def read(engine: Engine, request_id: str) -> TokenEvent:
+    """All events of a request as one."""
+    merged: TokenEvent | None = None
+    async for event in engine.stream(request_id):
+        merged = event if merged is None else merged.merged_with(event)
+    assert merged is not None
+    return merged
+
+
+def answers(engine: Engine, requests: list[GenerateRequest]) -> list[TokenEvent]:
+    """Submits all at once."""
+
+    async def all_of_them() -> list[TokenEvent]:
+        for request in requests:
+            engine.submit(request)
+        return await asyncio.gather(*(read(engine, request.request_id) for request in requests))
+
+    return asyncio.run(all_of_them())
+
+
+def prompts(seed: int = 0) -> list[tuple[int, ...]]:
+    """One of each length."""
+    rng = random.Random(seed)
+    return [tuple(rng.randrange(11, 267) for _ in range(length)) for length in LENGTHS]
+
+
+def greedy(name: str, prompt: tuple[int, ...], **more: Any) -> GenerateRequest:
+    sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 24, "ignore_eos": True, **more})
+    return GenerateRequest(name, prompt, sampling)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_equal_the_oracles_however_prompts_are_cut_and_batched(family: str) -> None:
+    folder = tiny_folder(family, window=24 if family == "qwen3_5" else 0)
+    requests = [greedy(f"r{n}", prompt, logprobs=1) for n, prompt in enumerate(prompts(SEEDS[family]))]
+    with closing(TransformersEngine(config(folder))) as oracle:
+        right = answers(oracle, requests)
+    for options in ({"max_step_tokens": 40, "max_running": 4}, {"max_step_tokens": 2048}):
+        with closing(NativeEngine(config(folder, **options), audit=True)) as engine:
+            found = answers(engine, requests)
+        for have, want in zip(found, right, strict=True):
+            assert have.token_ids == want.token_ids
+            gaps = [abs(a.logprob - b.logprob) for a, b in zip(have.logprobs, want.logprobs, strict=True)]
+            assert max(gaps) < 1e-4
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "gpt_oss"])
+def test_short_memory_shared_prefixes_and_retractions_change_no_token(family: str) -> None:
+    folder = tiny_folder(family)
+    start = prompts(5)[-1]
+    requests = [
+        greedy(f"r{n}", (*start[: 40 * n], *prompt), max_tokens=60) for n, prompt in enumerate(prompts(1)[:5])
+    ]
+    with closing(NativeEngine(config(folder, prefix_cache=False, max_running=1), audit=True)) as engine:
+        alone = [event.token_ids for event in answers(engine, requests)]
+        specs = tuple(engine._ledger.specs.values())
+    small = {"max_step_tokens": 64}
+    tight = next(b for b in range(1 << 16, 1 << 24, 1 << 14) if _fits(specs, config(folder, **small), b, 300))
+    with closing(NativeEngine(config(folder, arena_bytes=int(1.3 * tight), **small), audit=True)) as engine:
+        engine._scheduler._admission.forecast.fraction = 0.0
+        unsure = [
+            GenerateRequest(r.request_id, r.prompt_token_ids, SamplingParams(
+                temperature=0.0, max_tokens=60, logit_bias=((4, -100.0), (2, -100.0))
+            )) for r in requests
+        ]  # fmt: skip
+        first = answers(engine, unsure)
+        again = answers(engine, requests)
+        counts = engine.snapshot()
+    assert [event.token_ids for event in again] == alone
+    assert counts.cached_tokens > 0
+    assert counts.num_retractions > 0
+    assert all(event.finish_reason is FinishReason.LENGTH for event in first)
+
+
+def _fits(specs: tuple[PageSpec, ...], settings: WorkerConfig, arena_bytes: int, num_tokens: int) -> bool:
+    return make_ledger(settings, specs, arena_bytes).can_ever_grant(num_tokens) is None
+
+
+def test_recorded_steps_replay_bit_for_bit_on_a_fresh_runner(tmp_path: Path) -> None:
+    from worker.execution.runner import ModelRunner
+
+    settings = config(max_step_tokens=64)
+    path = tmp_path / "steps"
+    with StepRecorder(path) as record:
+        engine = NativeEngine(settings, record=record)
+        with closing(engine):
+            answers(engine, [greedy(f"r{n}", prompt, logprobs=2) for n, prompt in enumerate(prompts())])
+    runner = ModelRunner(settings)
+    runner.attach_memory(runner.page_specs, settings.arena_bytes)
+    count = 0
+    for then, now in replay(read_steps(path), runner):
+        assert (then.result.token_ids == now.token_ids).all()
+        assert then.result.logprobs == now.logprobs
+        count += 1
+    assert count > 24
+
+
+def test_a_grammar_holds_the_output() -> None:
+    with closing(NativeEngine(config(), audit=True)) as engine:
+        bound = GenerateRequest(
+            "a", (20, 30), SamplingParams(max_tokens=30), grammar=Grammar("regex", "[ab]{3}x")
+        )
+        free = greedy("b", (20, 30))
+        found, other = answers(engine, [bound, free])
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(tiny_folder() / "tokenizer.json"))
+    assert re.fullmatch("[ab]{3}x", tokenizer.decode(list(found.token_ids), skip_special_tokens=True))
+    assert found.finish_reason is FinishReason.STOP
+    assert len(other.token_ids) == 24
+
+
+def test_an_arena_smaller_than_the_context_is_said_and_held() -> None:
+    with closing(on_fake_runner(arena_bytes=12_000, max_step_tokens=64)) as engine:
+        limit = engine.model.max_model_len
+        assert 100 < limit < 8192
+        (last,) = answers(engine, [greedy("a", tuple(range(20, 120)), max_tokens=limit - 100)])
+        assert len(last.token_ids) == limit - 100
+        with pytest.raises(PromptTooLong):
+            engine.submit(greedy("b", tuple(range(20, 120)), max_tokens=limit - 99))
+
+
+def test_an_arena_for_nothing_stops_the_start() -> None:
+    with pytest.raises(ConfigError, match="arena_bytes"):
+        on_fake_runner(arena_bytes=512)
+
+
+class _Stalling(FakeRunner):
+    def launch(self, plan: StepPlan) -> StepResult:
+        if self.stalled.is_set():
+            self.go_on.wait()
+        return super().launch(plan)
+
+    def __init__(self, stalled: Any, go_on: Any) -> None:
+        super().__init__(FAKE_SPECS)
+        self.stalled, self.go_on = stalled, go_on
+
+
+def test_a_step_that_stands_still_is_reported_and_idling_is_not() -> None:
+    import threading
+
+    stalled, go_on = threading.Event(), threading.Event()
+    settings = WorkerConfig(model="fake", arena_bytes=1 << 20, stall_timeout_s=0.15)
+    with closing(NativeEngine(settings, lambda _: _Stalling(stalled, go_on))) as engine:
+        time.sleep(0.3)
+        engine.check_health()  # idle
+        stalled.set()
+        try:
+            engine.submit(greedy("a", (1, 2, 3)))
+            engine.check_health()
+            time.sleep(0.3)
+            with pytest.raises(EngineDead, match="has not advanced"):
+                engine.check_health()
+            assert engine.snapshot().num_running + engine.snapshot().num_waiting == 1, (
+                "a stalled step blocks nobody"
+            )
+        finally:
+            go_on.set()
+        asyncio.run(read(engine, "a"))
+        engine.check_health()
+
+
+def test_a_long_run_with_readers_that_leave_ends_with_an_empty_ledger() -> None:
+    rng = random.Random(3)
+
+    async def client(engine: NativeEngine, number: int) -> None:
+        turn = 0
+        while engine.snapshot().num_steps < 800:
+            turn += 1
+            name, leave = f"c{number}.{turn}", rng.random()
+            prompt = tuple(rng.randrange(250) for _ in range(rng.choice((1, 20, 130))))
+            engine.submit(
+                greedy(name, prompt, max_tokens=rng.choice((1, 30, 90)), ignore_eos=rng.random() < 0.5)
+            )
+            async with aclosing(engine.stream(name)) as stream:  # type: ignore[type-var]
+                if leave < 0.1:
+                    continue
+                async for event in stream:
+                    if leave < 0.4 and event.num_generated > 5:
+                        break
+                    if leave > 0.9:
+                        engine.abort(name)
+
+    async def all_of_them(engine: NativeEngine) -> None:
+        await asyncio.gather(*(client(engine, number) for number in range(12)))
+
+    with closing(on_fake_runner(arena_bytes=60_000, max_running=6, max_step_tokens=64)) as engine:
+        asyncio.run(all_of_them(engine))
+        deadline = time.monotonic() + 10
+        while engine.snapshot().num_running + engine.snapshot().num_waiting and time.monotonic() < deadline:
+            time.sleep(0.01)
+        snapshot = engine.snapshot()
+    kinds = snapshot.headroom.kinds.values()
+    assert all(kind.used_bytes == kind.pending_bytes == 0 for kind in kinds), snapshot.headroom
+    assert snapshot.num_submitted == snapshot.num_finished + snapshot.num_aborted
+    assert min(snapshot.num_finished, snapshot.num_aborted) > 20

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 CHUNK_TOKENS = 64
+_BLOCK = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,25 +86,58 @@ def delta_rule_chunks(
     log_decay, beta = (_to_chunks(x.unsqueeze(-1), layout, num_chunks) for x in (log_decay, beta))
     # Sums of strong decays run into the hundreds, and only their differences count: float32 would lose 1e-5 of them.
     total = log_decay.double().cumsum(-2)  # [chunks, heads, 64, 1]
-    causal = torch.ones(CHUNK_TOKENS, CHUNK_TOKENS, dtype=torch.bool, device=key.device).tril()
-    # Differences above the diagonal are positive and would overflow: they are cut before exp.
-    ratio = (total - total.transpose(-1, -2)).masked_fill_(~causal, -torch.inf).float().exp_()
-    grown = total.float().exp_()
+    # Differences above the diagonal are positive and would overflow: they are cut before exp, and dropped after it.
+    ratio = _exp_of_negative((total - total.transpose(-1, -2)).float()).tril_()
+    grown = _exp_of_negative(total.float())
     key_beta = key * beta
     # (I + A) [U | W] = [beta v | beta exp(total) k], A strictly lower: the within-chunk corrections at once.
     lower = torch.matmul(key_beta, key.transpose(-1, -2)).mul_(ratio)
     right = torch.cat([value * beta, key_beta * grown], -1)
-    solved = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
+    solved = solve_unit_lower(lower.flatten(0, 1), right.flatten(0, 1)).view_as(right)
     written, removed = solved.split([value.shape[-1], key.shape[-1]], -1)
     inner = torch.matmul(query, key.transpose(-1, -2)).mul_(ratio)
     query = query * grown
-    key = key * (total[..., -1:, :] - total).float().exp_()
+    key = key * _exp_of_negative((total[..., -1:, :] - total).float())
     running_page = page.index_select(0, layout.order)
     running = state_pages.index_select(0, running_page)
     out = _over_chunks(query, key, written, removed, inner, grown[..., -1:, :], running, layout.active)
     state_pages.index_copy_(0, running_page, running)
     flat = out.transpose(1, 2).reshape(-1, out.shape[1], out.shape[3])
     return flat.index_select(0, layout.slot)
+
+
+def _exp_of_negative(x: torch.Tensor) -> torch.Tensor:
+    """exp in place, for x <= 0. Below -80 it stays at 2e-35: denormals and -inf are ten times slower on a CPU."""
+    return x.clamp_(-80.0, 0.0).exp_()
+
+
+def solve_unit_lower(lower: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Solves ``(I + strictly lower part of lower) x = right`` for [n, size, size] and [n, size, m], in place of
+    ``right``; size is a multiple of 16.
+
+    By forward substitution over blocks of 16 rows, whose own inverses come from substitution with all blocks side by
+    side in the last dim: many small systems at once are slow in LAPACK, and powers of ``lower`` would cancel.
+    """
+    count, size, _ = lower.shape
+    blocks = size // _BLOCK
+    square = lower.view(count, blocks, _BLOCK, blocks, _BLOCK).diagonal(dim1=1, dim2=3)
+    inverse = _invert_unit_lower(square.permute(1, 2, 0, 3).reshape(_BLOCK, _BLOCK, -1))
+    inverse = inverse.view(_BLOCK, _BLOCK, count, blocks).permute(3, 2, 0, 1).contiguous()
+    for block in range(blocks):
+        start, stop = block * _BLOCK, (block + 1) * _BLOCK
+        rows = right[:, start:stop]
+        if block:
+            rows = torch.baddbmm(rows, lower[:, start:stop, :start], right[:, :start], alpha=-1.0)
+        right[:, start:stop] = torch.bmm(inverse[block], rows)
+    return right
+
+
+def _invert_unit_lower(lower: torch.Tensor) -> torch.Tensor:
+    """Inverses of ``I + strictly lower part`` for [16, 16, n]."""
+    inverse = torch.eye(_BLOCK, device=lower.device).unsqueeze(-1).repeat(1, 1, lower.shape[2])
+    for row in range(1, _BLOCK):
+        inverse[row, :row] = (lower[row, :row].unsqueeze(1) * inverse[:row, :row]).sum(0).neg_()
+    return inverse
 
 
 def _to_chunks(x: torch.Tensor, layout: ChunkLayout, num_chunks: int) -> torch.Tensor:

@@ -67,7 +67,9 @@ class OutputForecast:
         """[slots] tokens that each running request is expected to come to hold beyond those known now."""
         left = rows.max_total[slots] - rows.num_known[slots]
         expected = np.where(rows.certain[slots], left, np.ceil(left * self.fraction)).astype(np.int64)
-        return np.maximum(expected, rows.min_total[slots] - rows.num_known[slots])
+        least: IntArray = rows.min_total[slots] - rows.num_known[slots]
+        found: IntArray = np.maximum(expected, least)
+        return found
 
     def remaining_of(self, request: Request) -> int:
         """The same for a request that waits."""

@@ -7,7 +7,13 @@ import random
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 from memory.api import PlaceRange
 from tests.memory.geometries import mixed_specs, small_ledger
@@ -192,7 +198,7 @@ TestLedgerMachine.settings = _SETTINGS
 
 
 @pytest.mark.soak
-class TestLedgerSoak(LedgerMachine.TestCase):  # type: ignore[name-defined]
-    """The same for 200,000 acts."""
-
-    settings = settings(_SETTINGS, max_examples=4500)
+@pytest.mark.parametrize("part", range(22))
+def test_two_hundred_thousand_acts(part: int) -> None:
+    """In parts, since a run's record of draws grows with it."""
+    run_state_machine_as_test(LedgerMachine, settings=settings(_SETTINGS, max_examples=200))

@@ -227,7 +227,8 @@ class Dispatcher:
             self._placement.report(choice.replica_id, item.snapshot, time.monotonic())
             item = await anext(stream)
         assert isinstance(item, TokenEvent)
-        if not item.token_ids and item.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+        if item.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+            # Tokens may have come with it, but the client has seen none: it can start anew elsewhere.
             raise EngineDead(item.error or "the worker gave the request up")
         return item
 

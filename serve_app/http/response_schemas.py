@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, StrictInt, field_validator
 
-from serve_app.http.schemas import ContentPart, Finite, Lenient
+from serve_app.http.schemas import ContentPart, Finite, Lenient, RequestBody
 from worker.api import MAX_TOP_LOGPROBS
 
 
@@ -63,7 +63,7 @@ class ReasoningOptions(Lenient):
     summary: str | None = None
 
 
-class ResponseRequest(Lenient):
+class ResponseRequest(RequestBody):
     """``POST /v1/responses``. Nothing is kept between requests."""
 
     model: str | None = None

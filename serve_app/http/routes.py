@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 
 from serve_app.http.access import AccessMiddleware, AccessRules, BodyTooLarge, for_caller, too_large
@@ -16,6 +16,18 @@ from serve_app.http.backend import Backend, ServedModel
 from serve_app.http.chat import chat_body, chat_chunks, plan_chat
 from serve_app.http.choices import start_answers
 from serve_app.http.completions import completion_body, completion_chunks, plan_completion
+from serve_app.http.documentation import (
+    ChatBody,
+    CompletionBody,
+    ModelCard,
+    ModelList,
+    ResponseBody,
+    Status,
+    TokenList,
+    TokenText,
+    answers,
+    document,
+)
 from serve_app.http.errors import ApiError, UnknownModel, WorkerLost, describe_error, describe_validation
 from serve_app.http.response_schemas import ResponseRequest
 from serve_app.http.responses import as_chat, response_body, response_events
@@ -35,6 +47,7 @@ def create_app(backend: Backend, access: AccessRules | None = None) -> FastAPI:
 
     _add_generation(app, backend)
     _add_facts(app, backend)
+    document(app)
     return app
 
 
@@ -56,66 +69,66 @@ def ignored_header(body: Lenient) -> dict[str, str]:
 
 
 def _add_generation(app: FastAPI, backend: Backend) -> None:
-    @app.post("/v1/completions", response_model=None)
+    @app.post("/v1/completions", response_model=None, responses=answers(CompletionBody, stream=True))
     async def completions(request: Request, body: CompletionRequest) -> Response:
         model = find_model(backend, body.model)
         plan = plan_completion(body, model)
-        answers = await start_answers(backend, model, for_caller(plan, request))
+        started = await start_answers(backend, model, for_caller(plan, request))
         if body.stream:
-            return await start_stream(completion_chunks(answers, body, plan, model), ignored_header(body))
-        content = await completion_body(answers, body, plan, model)
+            return await start_stream(completion_chunks(started, body, plan, model), ignored_header(body))
+        content = await completion_body(started, body, plan, model)
         return JSONResponse(content, headers=ignored_header(body))
 
-    @app.post("/v1/chat/completions", response_model=None)
+    @app.post("/v1/chat/completions", response_model=None, responses=answers(ChatBody, stream=True))
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
         model = find_model(backend, body.model)
         plan = plan_chat(body, model)
-        answers = await start_answers(backend, model, for_caller(plan.answer, request))
+        started = await start_answers(backend, model, for_caller(plan.answer, request))
         if body.stream:
-            return await start_stream(chat_chunks(answers, body, plan, model), ignored_header(body))
-        return JSONResponse(await chat_body(answers, plan, model), headers=ignored_header(body))
+            return await start_stream(chat_chunks(started, body, plan, model), ignored_header(body))
+        return JSONResponse(await chat_body(started, plan, model), headers=ignored_header(body))
 
-    @app.post("/v1/responses", response_model=None)
+    @app.post("/v1/responses", response_model=None, responses=answers(ResponseBody, stream=True))
     async def responses(request: Request, body: ResponseRequest) -> Response:
         model = find_model(backend, body.model)
         plan = plan_chat(as_chat(body), model)
-        answers = await start_answers(backend, model, for_caller(plan.answer, request))
+        started = await start_answers(backend, model, for_caller(plan.answer, request))
         if body.stream:
-            events = response_events(answers, body, plan, model)
+            events = response_events(started, body, plan, model)
             return await start_stream(events, ignored_header(body), named=True)
-        return JSONResponse(await response_body(answers, body, plan, model), headers=ignored_header(body))
+        return JSONResponse(await response_body(started, body, plan, model), headers=ignored_header(body))
 
-    @app.post("/tokenize")
+    @app.post("/tokenize", responses=answers(TokenList))
     async def tokenize_text(body: TokenizeRequest) -> dict[str, Any]:
         model = find_model(backend, body.model)
         info = await backend.model_info(model.name)
         return tokenize(body, model, info.max_model_len)
 
-    @app.post("/detokenize")
+    @app.post("/detokenize", responses=answers(TokenText))
     async def detokenize_ids(body: DetokenizeRequest) -> dict[str, Any]:
         return detokenize(body, find_model(backend, body.model))
 
 
 def _add_facts(app: FastAPI, backend: Backend) -> None:
-    @app.get("/v1/models")
+    @app.get("/v1/models", responses=answers(ModelList))
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [_model_card(model) for model in backend.models()]}
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", responses=answers(ModelCard))
     async def model(name: str) -> dict[str, Any]:
         return _model_card(find_model(backend, name))
 
-    @app.get("/health")
+    @app.get("/health", responses=answers(Status))
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
-    @app.get("/ready", response_model=None)
+    @app.get("/ready", response_model=None, responses={200: {"model": Status}, 503: {"model": Status}})
     async def ready() -> JSONResponse:
         if backend.is_ready():
             return JSONResponse({"status": "ready"})
         return JSONResponse({"status": "no worker has reported"}, status_code=503)
 
-    @app.get("/metrics", response_model=None)
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         page, content_type = backend.metrics_page()
         return Response(page, media_type=content_type)

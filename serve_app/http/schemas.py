@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator, model_validator
 
 from worker.api import MAX_SEED, MAX_TOP_LOGPROBS, SamplingParams
 from worker.errors import InvalidRequest
@@ -33,13 +33,23 @@ class Lenient(BaseModel):
         return sorted(self.model_extra or {})
 
 
+class RequestBody(Lenient):
+    """A whole body: no text in it, at any depth, is one that cannot be encoded."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _texts_are_unicode(cls, body: Any) -> Any:
+        check_unicode(body)
+        return body
+
+
 class StreamOptions(Lenient):
     """``stream_options`` of a streamed request."""
 
     include_usage: bool | None = None
 
 
-class SamplingFields(Lenient):
+class SamplingFields(RequestBody):
     """What completions and chat share."""
 
     model: str | None = None
@@ -262,6 +272,22 @@ class ChatRequest(SamplingFields):
                 raise InvalidRequest("top_logprobs", "top_logprobs needs logprobs=true.")
             return None
         return self.top_logprobs or 0
+
+
+def check_unicode(value: Any) -> None:
+    """Raises ValueError if a text in a JSON value holds half of a surrogate pair: JSON can write it, UTF-8 cannot."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise ValueError("a text in the body holds half of a surrogate pair") from None
+    elif isinstance(value, list):
+        for entry in value:
+            check_unicode(entry)
+    elif isinstance(value, dict):
+        for name, entry in value.items():
+            check_unicode(name)
+            check_unicode(entry)
 
 
 def _or(value: _T | None, default: _T) -> _T:

@@ -9,11 +9,11 @@ from pydantic import Field
 from serve_app.http.backend import ServedModel
 from serve_app.http.chat import render_chat
 from serve_app.http.completions import text_of
-from serve_app.http.schemas import ChatMessage, ChatRequest, FunctionTool, Lenient, TokenId
+from serve_app.http.schemas import ChatMessage, ChatRequest, FunctionTool, RequestBody, TokenId
 from worker.errors import InvalidRequest
 
 
-class TokenizeRequest(Lenient):
+class TokenizeRequest(RequestBody):
     """``POST /tokenize``: a text, or a conversation as the chat API would render it."""
 
     model: str | None = None
@@ -24,7 +24,7 @@ class TokenizeRequest(Lenient):
     add_special_tokens: bool | None = None
 
 
-class DetokenizeRequest(Lenient):
+class DetokenizeRequest(RequestBody):
     """``POST /detokenize``."""
 
     model: str | None = None

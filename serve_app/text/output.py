@@ -68,6 +68,9 @@ async def read_output(
                 yield OutputPiece(step.text, taken, num_generated, event.logprobs[: len(taken)], "stop")
                 return
             num_generated += len(event.token_ids)
+            failed = event.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)
+            if failed and shown:
+                yield OutputPiece(step.text, event.token_ids, num_generated, event.logprobs[: len(shown)])
             _raise_if_failed(event)
             done = event.finish_reason is not None
             yield OutputPiece(

@@ -353,7 +353,8 @@ def test_an_engine_that_dies_before_the_first_token_is_a_503(tmp_path: Path) -> 
 
 
 def test_an_engine_that_dies_later_ends_the_stream_with_an_error_event(tmp_path: Path) -> None:
-    folder = write_model_folder(tmp_path / "m", script={**scripted(ANSWER), "die_after_tokens": 3})
+    script = {**scripted(ANSWER, tokens_per_s=20.0), "die_after_tokens": 3}
+    folder = write_model_folder(tmp_path / "m", script=script)
     response = post(folder, {"messages": USER, "stream": True})
     assert response.status_code == 200
     *chunks, end = sse_chunks(response.text)

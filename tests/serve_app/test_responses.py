@@ -104,7 +104,9 @@ def test_the_clients_parse_helper_gets_its_type(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_dies_ends_a_response_as_failed(tmp_path: Path) -> None:
-    folder = write_model_folder(tmp_path / "m", script={**scripted(ANSWER), "die_after_tokens": 5})
+    folder = write_model_folder(
+        tmp_path / "m", script={**scripted(ANSWER, tokens_per_s=20.0), "die_after_tokens": 5}
+    )
 
     async def use(cluster: Cluster) -> None:
         response = await cluster.client.post("/v1/responses", json={"input": "x", "stream": True})

@@ -208,7 +208,11 @@ def test_every_valid_body_of_the_corpus_is_answered(folder: Path) -> None:
 def test_deep_nesting_is_refused_and_not_an_error(folder: Path, depth: int) -> None:
     bodies = [
         b'{"messages": ' + b"[" * depth + b"]" * depth + b"}",
-        b'{"messages": [{"role": "user", "content": "a"}], "metadata": ' + b'{"a":' * depth + b"1" + b"}" * depth + b"}",
+        b'{"messages": [{"role": "user", "content": "a"}], "metadata": '
+        + b'{"a":' * depth
+        + b"1"
+        + b"}" * depth
+        + b"}",
         b'{"input": "x", "text": {"format": {"type": "json_schema", "schema": '
         + b'{"items":' * depth
         + b"{}"

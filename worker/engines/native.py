@@ -97,8 +97,6 @@ class NativeEngine:
         self._runner.attach_memory(specs, arena_bytes)
         self._model = replace(info, max_model_len=fitting)
         limits = _limits(config, self._model)
-        if grammars is None:
-            grammars = GrammarMatchers.for_folder(Path(config.model), info.vocab_size, info.eos_token_ids)
         if grammars is None and info.folder:
             grammars = GrammarMatchers.for_folder(Path(info.folder), info.vocab_size, info.eos_token_ids)
         self._scheduler = Scheduler(self._ledger, limits, grammars=grammars)

@@ -94,7 +94,7 @@ FAULTS = [
     Fault(
         "scheduler: admission forgets what running requests will still need",
         "worker.scheduling.admission",
-        old="return needed <= headroom.gap_bytes",
+        old="return peak * self._token_bytes <= self._spare_bytes(headroom, num_cached)",
         new="return True",
         tests=(f"{MEMORY}::test_admission_counts_the_output_that_is_sure_to_come",),
     ),

@@ -103,30 +103,58 @@ def peak_growth_tokens(held: IntArray, growth: IntArray, remaining: IntArray) ->
     return int(max(peak.max(), growth.sum()))
 
 
-class AdmissionControl:
-    """Admits a request when the memory that all will need at their common peak is there, by forecast."""
+def has_fixed_shares(empty: Headroom) -> bool:
+    """Whether a ledger's groups own their bytes for good: they do where an empty ledger has next to no gap."""
+    return empty.gap_bytes * 2 < empty.arena_bytes
 
-    def __init__(self, specs: Mapping[str, PageSpec], forecast: OutputForecast) -> None:
+
+class AdmissionControl:
+    """Admits a request when the memory that all will need at their common peak is there, by forecast.
+
+    Only FULL pages grow with the output. Where one arena serves all groups, whatever any group can give counts, and a
+    request that ends gives back its STATE and WINDOW pages as well; with fixed shares FULL has its own bytes alone.
+    """
+
+    def __init__(self, specs: Mapping[str, PageSpec], forecast: OutputForecast, fixed_shares: bool) -> None:
         self.forecast = forecast
         self._full = [spec for spec in specs.values() if spec.kind is PageKind.FULL]
+        self._page_tokens = max((spec.page_tokens for spec in self._full), default=1)
+        self._token_bytes = sum(spec.page_bytes / spec.page_tokens for spec in self._full)
+        self._fixed_shares = fixed_shares
+        self._side_bytes = 0 if fixed_shares else sum(_side_bytes(spec) for spec in specs.values())
 
     def expects_room(self, request: Request, rows: RowTable, headroom: Headroom, num_cached: int) -> bool:
-        """Whether ``request`` is likely to end, and let the others end, without anybody being sent back."""
+        """Whether ``request`` is likely to end, and let the others end, without anybody being sent back.
+
+        ``num_cached`` of its tokens lie in the prefix cache: taking them makes their pages unevictable.
+        """
         slots = rows.taken()
-        if not len(slots):
+        if not len(slots) or not self._full:
             return True
-        remaining = np.append(self.forecast.remaining(rows, slots), self.forecast.remaining_of(request))
         known = rows.num_known[slots]
-        needed = 0
-        for spec in self._full:
-            # A last page is half full on average.
-            half = spec.page_tokens // 2
-            held = np.minimum(rows.capacity[slots], known + spec.page_tokens)
-            growth = np.maximum(0, known + half - held)
-            peak = peak_growth_tokens(
-                np.append(held, 0), np.append(growth, request.num_known + half - num_cached), remaining
-            )
-            own = headroom.kinds[spec.name]
-            own_bytes = own.free_bytes + own.reclaimable_bytes + own.pending_bytes
-            needed += max(0, int(peak * spec.page_bytes / spec.page_tokens) - own_bytes)
-        return needed <= headroom.gap_bytes
+        side = int(self._side_bytes / self._token_bytes)
+        half = self._page_tokens // 2  # a last page is half full on average
+        held = np.minimum(rows.capacity[slots], known + self._page_tokens)
+        peak = peak_growth_tokens(
+            np.append(held + side, 0),
+            np.append(np.maximum(0, known + half - held), request.num_known + half - num_cached + side),
+            np.append(self.forecast.remaining(rows, slots), self.forecast.remaining_of(request)),
+        )
+        return peak * self._token_bytes <= self._spare_bytes(headroom, num_cached)
+
+    def _spare_bytes(self, headroom: Headroom, num_cached: int) -> float:
+        own = [headroom.kinds[spec.name] for spec in self._full]
+        if self._fixed_shares:
+            spare = sum(kind.free_bytes + kind.reclaimable_bytes + kind.pending_bytes for kind in own)
+        else:
+            spare = headroom.available_bytes
+        return spare - min(num_cached * self._token_bytes, sum(kind.reclaimable_bytes for kind in own))
+
+
+def _side_bytes(spec: PageSpec) -> int:
+    """Bytes of STATE and WINDOW pages that a running answer holds in a group."""
+    if spec.kind is PageKind.STATE:
+        return spec.page_bytes
+    if spec.window is None:
+        return 0
+    return (-(-spec.window // spec.page_tokens) + 1) * spec.page_bytes

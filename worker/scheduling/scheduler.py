@@ -11,7 +11,7 @@ import numpy as np
 from memory.api import CHECKPOINT_TOKENS, NO_MATCH, Ledger, PageKind, PageSpec, PrefixMatch, Shortage
 from worker.api import FinishReason, GenerateRequest, TokenEvent
 from worker.errors import InvalidRequest
-from worker.scheduling.admission import AdmissionControl, OutputForecast, check_can_finish
+from worker.scheduling.admission import AdmissionControl, OutputForecast, check_can_finish, has_fixed_shares
 from worker.scheduling.applying import Applier
 from worker.scheduling.budget import ChunkRule, StepBudget, choose_decode_rows, last_checkpoint
 from worker.scheduling.grammars import Grammars
@@ -91,8 +91,11 @@ class Scheduler:
         self._ledger = ledger
         self._grammars = grammars
         self._clock = clock
-        self._arena_bytes = ledger.headroom().arena_bytes
-        self._admission = AdmissionControl(ledger.specs, forecast or OutputForecast())
+        empty = ledger.headroom()
+        self._arena_bytes = empty.arena_bytes
+        self._admission = AdmissionControl(
+            ledger.specs, forecast or OutputForecast(), has_fixed_shares(empty)
+        )
         self._requests: dict[str, Request] = {}
         self._num_requests = 0
         self._blocked = (-1, -1, -1)

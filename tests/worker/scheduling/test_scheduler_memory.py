@@ -9,7 +9,7 @@ from memory.api import PageAsk, Shortage
 from tests.helpers.scheduling import ALL_KINDS, FULL, HYBRID, LEDGERS, Desk, bytes_for, make_desk, optimist
 from worker.api import FinishReason
 from worker.errors import InvalidRequest, PromptTooLong
-from worker.scheduling.admission import OutputForecast, peak_growth_tokens
+from worker.scheduling.admission import OutputForecast, has_fixed_shares, peak_growth_tokens
 
 PAGE_BYTES = 128
 """Of a FULL page of 16 tokens."""
@@ -266,3 +266,26 @@ def test_the_free_lists_hold_to_their_books() -> None:
     ledger.begin_step(1, 0)
     assert sum(kind.pending_bytes for kind in ledger.headroom().kinds.values()) == 0
     ledger.audit()
+
+
+@pytest.mark.parametrize("ledger", LEDGERS)
+def test_the_scheduler_knows_whether_memory_is_one_or_shared_out(ledger: str) -> None:
+    for specs in (FULL, HYBRID, ALL_KINDS):
+        assert has_fixed_shares(make_desk(specs, ledger).ledger.headroom()) == (ledger != "arena")
+
+
+def test_kept_states_are_room_for_an_answer_where_memory_is_one() -> None:
+    """Two thirds of the arena hold checkpoints nobody uses; they must not keep the second request waiting."""
+    desk = make_desk(HYBRID, arena_bytes=24_000, max_running=4)
+    for number in range(30):
+        desk.ask(f"old{number}", [number, *range(70)], max_tokens=1, ignore_eos=True)
+    desk.finish()
+    kept = desk.ledger.headroom().kinds["state"].reclaimable_bytes
+    assert kept > 8_000, "the case is not there"
+    for name in "ab":
+        desk.ask(name, range(100, 200), max_tokens=500, ignore_eos=True)
+    desk.step(3)
+    assert desk.scheduler.rows.num_running == 2
+    desk.finish()
+    desk.check_answers()
+    assert desk.scheduler.statistics.retractions.num_retractions == 0

@@ -109,8 +109,8 @@ FAULTS = [
     Fault(
         "a prefix hit forgets the copy of its state",
         "memory.ledger.ledger",
-        "self._never(len(token_ids), states=2)",
-        "self._never(len(token_ids), states=1)",
+        "num_states=2)",
+        "num_states=1)",
         (f"{_LESSONS}test_a_prefix_hit_pays_for_the_copy_of_its_state",),
     ),
     Fault(
@@ -246,7 +246,7 @@ FAULTS = [
     Fault(
         "background moves ignore their budget",
         "memory.ledger.relocation",
-        "most = min(pool.num_free - keep_free, budget_bytes // pool.page_bytes)",
+        "most = min(pool.num_free - keep_free, affordable)",
         "most = pool.num_free - keep_free",
         (f"{_LAYOUT}test_background_moves_keep_to_the_budget_and_stop_for_urgent_ones",),
     ),
@@ -292,6 +292,13 @@ FAULTS = [
         "self._vacated_before.append((step, spans))",
         "pass",
         (f"{_LAYOUT}test_a_ring_is_banned_and_comes_back_after_its_steps", _WALK),
+    ),
+    Fault(
+        "experts give way though the market says prefixes go first",
+        "memory.ledger.room",
+        "if not self.spare_prefixes and self._layout.place_bytes:",
+        "if False:",
+        ("tests/memory/test_ledger_market.py::test_grants_spare_prefixes_only_while_the_market_says_so",),
     ),
     # -- prefixes, states, host tier
     Fault(

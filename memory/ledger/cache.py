@@ -9,6 +9,7 @@ from typing import Protocol
 from memory.api import NO_MATCH, PageKind, PrefixMatch
 from memory.ledger.book import PageBook
 from memory.ledger.holding import NO_NODE, Holding, Run
+from memory.ledger.market import PrefixReading
 from memory.ledger.prefix_tree import Inserted, PrefixTree, TreeMatch
 from memory.ledger.spill import HostMatch, HostSpill
 
@@ -184,6 +185,13 @@ class PrefixCache:
             min(table.num_cached_only * pool.page_bytes, evictable.get(table.group, 0))
             for pool, table in zip(self._book.pools, self._book.tables, strict=True)
         ]
+
+    def reading(self) -> PrefixReading:
+        """Running totals for the market."""
+        use = self._tree.use
+        return PrefixReading(
+            use.saved_ms, use.ghost_ms, use.evicted_bytes, sum(self._tree.held_bytes().values())
+        )
 
     def forget(self, pages: Mapping[str, Sequence[int]]) -> int:
         """Pages that the tree let go; answers their bytes."""

@@ -19,17 +19,19 @@ from memory.api import (
     Shortage,
     StepCommands,
 )
+from memory.ledger.admission import Admission
 from memory.ledger.audit import audit_cache, audit_layout, audit_pages
 from memory.ledger.book import NO_STEP, PageBook
 from memory.ledger.cache import PrefixCache
-from memory.ledger.extents import Layout, arrange, fits_empty
+from memory.ledger.extents import Layout, arrange
 from memory.ledger.headroom import measure
 from memory.ledger.holding import NO_NODE, Holding
 from memory.ledger.host_tier import HostTier
+from memory.ledger.market import MarketDecision, PrefixReading
 from memory.ledger.places import ExpertPlaces
 from memory.ledger.prefix_tree import PrefixTree
 from memory.ledger.room import RoomMaker
-from memory.ledger.specs import Grid, most_pages
+from memory.ledger.specs import Grid
 from memory.ledger.spill import HostSpill
 from memory.ledger.split import fix_shares
 
@@ -93,7 +95,7 @@ class ArenaLedger:
         self._paged = [pool.spec for pool in pools]
         self._windows = [g for g, spec in enumerate(self._paged) if spec.window is not None]
         self._tokens = [g for g, spec in enumerate(self._paged) if spec.kind is not PageKind.STATE]
-        self._max_chunk_tokens = max_chunk_tokens
+        self._admission = Admission(self._book, max_chunk_tokens)
         self._spill = HostSpill(self._book, host_tier, host_budget_bytes) if host_tier is not None else None
         self._cache = PrefixCache(self._book, prefix_tree, self._spill) if prefix_tree is not None else None
         self._room = RoomMaker(self._book, self._cache)
@@ -183,7 +185,7 @@ class ArenaLedger:
         if self._cache is None or len(token_ids) < 2:
             return NO_MATCH
         found = self._cache.match(token_ids, salt)
-        if found.num_tokens and self._never(len(token_ids), states=2):
+        if found.num_tokens and self._admission.never(len(token_ids), num_states=2):
             return NO_MATCH
         return found
 
@@ -200,7 +202,7 @@ class ArenaLedger:
         if not need:
             return _NOTHING
         if not self._room.make(need):
-            return self._shortage(need)
+            return self._admission.shortage(need)
         return self._append(holding, need)
 
     def _grant_first(self, ask: PageAsk) -> Grant | Shortage:
@@ -209,7 +211,7 @@ class ArenaLedger:
             self._let_go_behind(holding, ask.num_computed_tokens)
             need = holding.lacking(self._paged, ask.num_tokens)
             if not self._room.make(need):
-                return self._shortage(need)
+                return self._admission.shortage(need)
             grant = self._append(holding, need)
         else:
             found = self._cache.open(ask.match)
@@ -221,7 +223,7 @@ class ArenaLedger:
             self._cache.lock(found.node)
             if not self._room.make(need):
                 self._cache.unlock(found.node)
-                return self._shortage(need)
+                return self._admission.shortage(need)
             grant = self._append(holding, need)
             self._cache.share(holding, found)
         self._requests[ask.request] = holding
@@ -253,33 +255,9 @@ class ArenaLedger:
                 self._book.seal(group, run.pages[logical - run.first])
             run.num_sealed = max(run.num_sealed, written)
 
-    def _shortage(self, need: Mapping[int, int]) -> Shortage:
-        """Why the ask failed."""
-        pools = self._book.pools
-        missing = {}
-        for group, pages in need.items():
-            missing[pools[group].spec.name] = max(1, pages - pools[group].num_free) * pools[group].page_bytes
-        return Shortage(missing, self._book.pending_bytes())
-
     def can_ever_grant(self, num_tokens: int) -> Shortage | None:
         """See :class:`memory.api.Ledger`."""
-        return self._never(num_tokens, states=1)
-
-    def _never(self, num_tokens: int, states: int) -> Shortage | None:
-        layout, pools = self._layout, self._book.pools
-        need = {
-            spec.name: most_pages(spec, num_tokens, self._max_chunk_tokens)
-            * (1 if g in self._tokens else states)
-            for g, spec in enumerate(self._paged)
-        }
-        if layout.rigid:
-            fits = all(need[pool.spec.name] <= pool.num_pages for pool in pools)
-        else:
-            fits = fits_empty(pools, need, layout.arena_bytes, layout.place_bytes, layout.floor_places)
-        if fits:
-            return None
-        missing = {pool.spec.name: need[pool.spec.name] * pool.page_bytes for pool in pools}
-        return Shortage(missing, 0, never=True)
+        return self._admission.never(num_tokens)
 
     # -- holding -------------------------------------------------------------------------------------------------
 
@@ -378,10 +356,22 @@ class ArenaLedger:
         self._book.relocator.vacated.add(*ring)
 
     def shed(self, need: Mapping[str, int]) -> int:
-        """For the market: evicts cached pages until ``need[group]`` bytes are let go; answers the bytes."""
+        """Evicts cached pages until ``need[group]`` bytes are let go; answers the bytes."""
         if self._cache is None:
             return 0
         return self._cache.evict({self._book.number[name]: num_bytes for name, num_bytes in need.items()})
+
+    def prefix_reading(self) -> PrefixReading:
+        """The prefix side's totals for the market."""
+        return self._cache.reading() if self._cache is not None else PrefixReading(0.0, 0.0, 0, 0)
+
+    def follow(self, decision: MarketDecision) -> int:
+        """Does what the market decided: lets the cheapest prefixes go, and chooses who gives way to grants from now
+        on; answers the bytes let go. Moves of the coming steps bring the holes to the frontier."""
+        self._room.spare_prefixes = decision.spare_prefixes
+        if self._cache is None or not decision.evict_bytes:
+            return 0
+        return self._cache.forget(self._cache.tree.evict_cheapest(decision.evict_bytes).pages)
 
     # -- figures and proof ---------------------------------------------------------------------------------------
 

@@ -226,7 +226,10 @@ class Relocator:
         the edge, or ``budget_bytes`` are spent; answers the bytes. Sealed pages are copied beside the steps."""
         pool, table = self._pools[group], self._tables[group]
         from_high = pool.anchor is not Anchor.HIGH
-        most = min(pool.num_free - keep_free, budget_bytes // pool.page_bytes)
+        affordable = budget_bytes // pool.page_bytes
+        if not affordable and budget_bytes == self.move_budget_bytes > 0:
+            affordable = 1  # a page larger than the budget must be able to move some day
+        most = min(pool.num_free - keep_free, affordable)
         if most <= 0:
             return 0
         avoid = SpanSet()

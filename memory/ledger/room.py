@@ -27,10 +27,14 @@ class RoomMaker:
         self._pools = book.pools
         self._relocator = book.relocator
         self._cache = cache
+        self.spare_prefixes = True
+        """Whether the gap gives way before cached prefixes do; otherwise, with experts in the gap, they go first."""
 
     def make(self, need: Mapping[int, int]) -> bool:
         """True: every group has ``need[group number]`` free pages now. False: there is no room without sending
         somebody back; nothing is evicted where that could not be enough."""
+        if not self.spare_prefixes and self._layout.place_bytes:
+            self._evict_own(need)
         if self.in_place(need) or self.by_moving(need):
             return True
         if self._cache is None:
@@ -42,6 +46,18 @@ class RoomMaker:
             if self.in_place(need) or self.by_moving(need):
                 return True
         return False
+
+    def _evict_own(self, need: Mapping[int, int]) -> None:
+        """Evicts what the asking groups lack from their own cached pages, as far as those go."""
+        if self._cache is None:
+            return
+        mine = self._cache.reclaimable_bytes()
+        short = {
+            g: (pages - self._pools[g].num_free) * self._pools[g].page_bytes for g, pages in need.items()
+        }
+        order = {group: min(num_bytes, mine[group]) for group, num_bytes in short.items()}
+        if any(num_bytes > 0 for num_bytes in order.values()):
+            self._cache.evict(order)
 
     def lacking_bytes(self, need: Mapping[int, int]) -> int:
         """Bytes that ``need`` (pages by group number) lacks even if every free byte could serve it; 0: it may fit."""

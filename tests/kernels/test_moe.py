@@ -1,0 +1,85 @@
+"""Routing and resident experts against a loop over tokens and experts."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernels._reference import moe as paths
+from kernels.moe import Activation, ExpertBank, route, run_experts
+from kernels.pointwise import clamped_swiglu, silu_and_mul
+
+SWIGLU = partial(clamped_swiglu, limit=1.0, alpha=1.702)
+
+
+def make_bank(num_experts: int, hidden: int, inner: int, biased: bool, activation: Activation) -> ExpertBank:
+    return ExpertBank(
+        torch.randn(num_experts, 2 * inner, hidden),
+        torch.randn(num_experts, inner, hidden),
+        torch.randn(num_experts, 2 * inner) if biased else None,
+        torch.randn(num_experts, hidden) if biased else None,
+        activation,
+    )
+
+
+def by_hand(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, bank: ExpertBank) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    for t in range(x.shape[0]):
+        for weight, expert in zip(weights[t].tolist(), experts[t].tolist(), strict=True):
+            both = bank.gate_up[expert] @ x[t]
+            if bank.gate_up_bias is not None:
+                both = both + bank.gate_up_bias[expert]
+            gate, up = both.chunk(2)
+            result = bank.activation(gate.clone(), up.clone()) @ bank.down[expert]
+            if bank.down_bias is not None:
+                result = result + bank.down_bias[expert]
+            out[t] += weight * result
+    return out
+
+
+@pytest.mark.parametrize(("biased", "activation"), [(False, silu_and_mul), (True, SWIGLU)])
+@pytest.mark.parametrize("num_tokens", [1, 2, 9, 40, 300])
+def test_experts_equal_the_loop(num_tokens: int, biased: bool, activation: Activation) -> None:
+    torch.manual_seed(num_tokens)
+    bank = make_bank(8, 24, 12, biased, activation)
+    x = torch.randn(num_tokens, 24)
+    kept = x.clone()
+    weights, experts = route(torch.randn(num_tokens, 8), 3, True)
+    out = run_experts(x, weights, experts, bank)
+    torch.testing.assert_close(out, by_hand(x, weights, experts, bank), rtol=1e-4, atol=1e-3)
+    assert torch.equal(x, kept)
+
+
+@pytest.mark.parametrize("path", ["_gathered", "_dense", "_sorted"])
+def test_every_way_to_compute_gives_the_same_sum(path: str) -> None:
+    bank = make_bank(8, 24, 12, True, SWIGLU)
+    x = torch.randn(1, 24)
+    weights, experts = route(torch.randn(1, 8), 3, True)
+    out = getattr(paths, path)(x, weights, experts, bank)
+    torch.testing.assert_close(out, by_hand(x, weights, experts, bank), rtol=1e-4, atol=1e-4)
+
+
+def test_an_expert_that_nobody_chose_may_hold_anything_when_many_tokens_are_sorted() -> None:
+    bank = make_bank(8, 16, 8, False, silu_and_mul)
+    bank.gate_up[5].fill_(torch.nan)
+    logits = torch.randn(3000, 8)
+    logits[:, 5] = -torch.inf
+    weights, experts = route(logits, 2, True)
+    assert run_experts(torch.randn(3000, 16), weights, experts, bank).isfinite().all()
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_route_is_a_softmax_over_all_cut_to_the_best(renormalise: bool) -> None:
+    logits = torch.randn(50, 16).bfloat16()
+    weights, experts = route(logits, 4, renormalise)
+    expected, order = F.softmax(logits.float(), -1).sort(-1, descending=True)
+    expected = expected[:, :4] / (expected[:, :4].sum(-1, keepdim=True) if renormalise else 1.0)
+    assert weights.dtype == torch.float32
+    torch.testing.assert_close(weights, expected)
+    torch.testing.assert_close(
+        F.softmax(logits.float(), -1).gather(1, experts),
+        F.softmax(logits.float(), -1).gather(1, order[:, :4]),
+    )

@@ -39,7 +39,8 @@ class Limits:
         deterministic: chunks end only at multiples of CHECKPOINT_TOKENS, the output of a request that was sent back is
             computed again token by token, and no output is shared, since a prompt would be computed another way.
         prefix_cache: whether prefixes are looked up and kept.
-        checkpoint_tokens: with STATE or WINDOW, how far apart checkpoints are offered, besides the prompt's end.
+        checkpoint_tokens: with STATE or WINDOW, how far apart checkpoints are offered at least, besides the prompt's
+            end, which is always offered.
         seed: of requests that name none.
     """
 
@@ -169,10 +170,6 @@ class Scheduler:
             raise RuntimeError(f"request {request.number} runs without a slot")
         return self._applier.abort(slot)
 
-    def abort_all(self) -> list[TokenEvent]:
-        """Ends everybody."""
-        return [event for request_id in list(self._requests) for event in self.abort(request_id)]
-
     def _ended(self, request: Request, reason: FinishReason, num_generated: int) -> None:
         request.status = Status.ENDED
         del self._requests[request.asked.request_id]
@@ -202,7 +199,7 @@ class Scheduler:
             one |= self.rows.num_computed[slots] >= self.rows.num_prompt[slots]
         prefill = slots[~one]
         most = self.limits.max_step_tokens
-        kept = self._rule.kept_tokens(most) if len(prefill) or len(self.waiting) else 0
+        kept = self._rule.kept_tokens(most) if len(prefill) or self._may_admit(step) else 0
         decode, self._cursor = choose_decode_rows(slots[one], max(1, most - kept), self._cursor)
         decode = self._with_room(decode)
         budget = StepBudget(most - len(decode), self.limits.max_running - len(decode))
@@ -221,22 +218,24 @@ class Scheduler:
         return self._applier.apply(plan, result)
 
     def _offer_checkpoints(self) -> None:
+        """Offers rows to the prefix cache whose count has come to a place where they can be kept."""
         rows = self.rows
         due = (rows.requests >= 0) & ~rows.leaving & (rows.next_checkpoint > 0)
-        for slot in np.flatnonzero(due & (rows.num_computed >= rows.next_checkpoint)).tolist():
-            position = int(rows.next_checkpoint[slot])
-            if not self._bundled or rows.num_computed[slot] == position:
-                self.running.offer_checkpoint(slot, position)
+        due &= rows.num_computed >= rows.next_checkpoint
+        if self._bundled:
+            due &= rows.num_computed % self._align == 0  # a state can be kept only where it is now
+        for slot in np.flatnonzero(due).tolist():
+            position = int(rows.num_computed[slot]) // self._align * self._align
+            self.running.offer_checkpoint(slot, position)
             rows.next_checkpoint[slot] = self._next_checkpoint(slot)
 
     def _next_checkpoint(self, slot: int) -> int:
-        """The next token count at which the row is offered to the prefix cache, 0 for never."""
+        """The token count from which on the row is next offered to the prefix cache, 0 for never."""
         computed = int(self.rows.num_computed[slot])
         end = last_checkpoint(len(self.rows.occupant(slot).prefill), self._align)
         if not self._bundled or self.limits.deterministic:
             return end if computed < end else 0
-        spacing = -(-self.limits.checkpoint_tokens // self._align) * self._align
-        spaced = (computed // spacing + 1) * spacing
+        spaced = computed + max(self._align, self.limits.checkpoint_tokens)
         return min(end, spaced) if computed < end else spaced
 
     def _with_room(self, slots: IntArray) -> IntArray:
@@ -259,23 +258,28 @@ class Scheduler:
             if not self._stays(slot):
                 continue
             computed, known = int(rows.num_computed[slot]), int(rows.num_known[slot])
-            length = self._chunk(computed, known, int(rows.num_prompt[slot]), slot, budget)
+            length = self._chunk(computed, known, int(rows.num_prompt[slot]), budget)
             end = computed + length
             if length and (end <= rows.capacity[slot] or self.running.ensure_room(slot, end)):
                 chosen.append((slot, length))
                 budget.take(length)
         return chosen
 
-    def _chunk(self, computed: int, known: int, num_prompt: int, slot: int | None, budget: StepBudget) -> int:
-        cut = 0
+    def _chunk(self, computed: int, known: int, num_prompt: int, budget: StepBudget) -> int:
+        """Tokens of the next chunk of a prefill; it ends where the last of its states can be kept."""
+        cuts = []
         if self.limits.deterministic:
             # The output is computed again one by one; the prompt's last chunk always begins at the same place.
             known = min(known, num_prompt)
-            cut = last_checkpoint(num_prompt)
+            cuts.append(last_checkpoint(known))
         if self._bundled:
-            at = last_checkpoint(known, self._align) if slot is None else int(self.rows.next_checkpoint[slot])
-            cut = at if not cut or computed < at < cut or cut <= computed else cut
+            cuts.append(last_checkpoint(known, self._align))
+        cut = min((cut for cut in cuts if cut > computed), default=0)
         return self._rule.length(computed, known, budget.tokens, cut)
+
+    def _may_admit(self, step: int) -> bool:
+        head = self.waiting.peek() if self.rows.num_free else None
+        return head is not None and not self._still_blocked(head, step)
 
     def _admit(self, step: int, budget: StepBudget) -> list[tuple[int, int]]:
         """(slot, tokens) of the first chunks of newly admitted requests."""
@@ -302,7 +306,7 @@ class Scheduler:
     def _admit_one(self, request: Request, step: int, budget: StepBudget) -> tuple[int, int] | None:
         known = request.known_token_ids()
         match = self._match(known, request.asked.cache_salt)
-        length = self._chunk(match.num_tokens, len(known), request.num_prompt, None, budget)
+        length = self._chunk(match.num_tokens, len(known), request.num_prompt, budget)
         if self.limits.deterministic and match.num_tokens >= request.num_prompt:
             length = 1
         if not length:

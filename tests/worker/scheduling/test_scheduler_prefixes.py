@@ -107,16 +107,29 @@ def test_who_comes_back_finds_its_own_pages(name: str) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["lock-step", "overlap"])
 def test_a_state_carried_past_the_end_is_not_kept(overlap: bool) -> None:
-    """The answer stops with 192 tokens computed, a place for a checkpoint; overlapped, a step in flight goes on."""
-    sampling = SamplingParams(max_tokens=110, ignore_eos=True)
+    """The answer stops with 128 tokens computed, a place for a checkpoint; overlapped, a step in flight goes on."""
+    sampling = SamplingParams(max_tokens=40, ignore_eos=True)
     answers = ((seed, expected_tokens(HYBRID, range(100), sampling, seed)) for seed in range(100))
-    seed, tokens = next((seed, tokens) for seed, tokens in answers if tokens[92] not in tokens[:92])
-    stop = tokens[92]
+    seed, tokens = next((seed, tokens) for seed, tokens in answers if tokens[28] not in tokens[:28])
+    stop = tokens[28]
     desk = make_desk(HYBRID, overlap=overlap)
-    desk.ask("a", range(100), seed=seed, max_tokens=110, ignore_eos=True, stop_token_ids=(stop,))
+    desk.ask("a", range(100), seed=seed, max_tokens=40, ignore_eos=True, stop_token_ids=(stop,))
     desk.finish()
-    assert len(desk.tokens("a")) == 93
+    assert len(desk.tokens("a")) == 29
     desk.ask("next", (*range(100), *desk.tokens("a"), 1, 2), max_tokens=20, ignore_eos=True)
     desk.finish()
     desk.check_answers()
-    assert cached(desk, "next") == (128 if overlap else 192)
+    assert cached(desk, "next") == (64 if overlap else 128)
+
+
+def test_long_prompts_are_kept_at_chunk_ends_and_not_cut_for_it() -> None:
+    desk = make_desk(HYBRID, max_step_tokens=320)
+    prompt = tuple(number % 200 for number in range(1000))
+    desk.ask("a", prompt, max_tokens=1, ignore_eos=True)
+    assert [plan.query_len.tolist() for plan in desk.step(4)] == [[320], [320], [320], [40]]
+    desk.finish()
+    for end in (300, 500, 700, 990):
+        desk.ask(f"to {end}", (*prompt[:end], 7, 7), max_tokens=3, ignore_eos=True)
+    desk.finish()
+    assert [cached(desk, f"to {end}") for end in (300, 500, 700, 990)] == [0, 320, 640, 960]
+    desk.check_answers()

@@ -71,7 +71,7 @@ def _check(desk: Desk) -> None:
     retractions = counts.retractions
     assert counts.num_submitted == retractions.num_finished + counts.num_aborted == len(desk.requests)
     assert min(counts.num_aborted, retractions.num_finished) > 40
-    assert retractions.num_retractions >= 10, "memory was never short"
+    assert retractions.num_retractions >= 5, "memory was never short"
 
 
 @pytest.mark.parametrize(("num_steps", "ledger", "overlap"), FAST)

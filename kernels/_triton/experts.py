@@ -9,37 +9,15 @@ Rows of a block are read along the contraction; gate and up tiles are read apart
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
-DENSE, FP8_BLOCK, INT4, MXFP4 = 0, 1, 2, 3
+from kernels._reference.experts import DENSE, FP8_BLOCK, FP8_BLOCK_SIZE, INT4, MXFP4, BlockFormat
+
 SILU, CLAMPED_SWIGLU = 0, 1
-FP8_BLOCK_SIZE = 128
-
-
-@dataclass(frozen=True, slots=True)
-class BlockFormat:
-    """Where an expert's parts lie in its block, in bytes; -1 for a part it lacks.
-
-    ``kind`` is DENSE (dtype of the activations), FP8_BLOCK (e4m3 with float32 scales of 128 x 128, gate and up with
-    grids of their own), INT4 (low nibble is the even element; value = (q - zero) * scale, zero 8 where there are no
-    zero points) or MXFP4. ``group`` is the number of inputs that share a scale, for INT4 and MXFP4.
-    """
-
-    kind: int
-    gate_up: int
-    down: int
-    gate_scales: int = -1
-    up_scales: int = -1
-    down_scales: int = -1
-    gate_up_zeros: int = -1
-    down_zeros: int = -1
-    gate_up_bias: int = -1
-    down_bias: int = -1
-    group: int = 1
+COPY_BYTES = 16384
+"""bytes of a block that one program copies"""
 
 
 @triton.jit
@@ -64,7 +42,7 @@ def _fp8_tile(address, scales, row, column, row_ok, column_ok, width, like, SIDE
 
 @triton.jit
 def _nibble_tiles(
-    address, scales, zeros, row, pair, row_ok, pair_ok, width, like,
+    address, scales, zeros, zero_offset, row, pair, row_ok, pair_ok, width, like,
     GROUP: tl.constexpr, IS_MXFP4: tl.constexpr, HAS_ZEROS: tl.constexpr,
 ):  # fmt: skip
     """Even and odd columns of a tile: a byte holds two neighbours along the contraction."""
@@ -73,7 +51,7 @@ def _nibble_tiles(
     packed = tl.load(at, mask=mask, other=0)
     low = (packed & 0x0F).to(tl.int32)
     high = (packed >> 4).to(tl.int32)
-    cell = row[:, None] * (width // GROUP) + (pair * 2 // GROUP)[None, :]
+    cell = row[:, None] * tl.cdiv(width, GROUP) + (pair * 2 // GROUP)[None, :]
     if IS_MXFP4:
         exponent = tl.load(scales.to(tl.pointer_type(tl.uint8)) + cell, mask=mask, other=0).to(tl.float32)
         scale = tl.exp2(exponent - 127.0)
@@ -83,7 +61,8 @@ def _nibble_tiles(
         scale = tl.load(scales.to(tl.pointer_type(tl.float16)) + cell, mask=mask, other=0.0).to(tl.float32)
         zero = 8
         if HAS_ZEROS:
-            zero = tl.load(zeros.to(tl.pointer_type(tl.uint8)) + cell, mask=mask, other=0).to(tl.int32)
+            pairs = tl.load(zeros.to(tl.pointer_type(tl.uint8)) + cell // 2, mask=mask, other=0).to(tl.int32)
+            zero = ((pairs >> ((cell % 2) * 4)) & 0x0F) + zero_offset
         even = (low - zero).to(tl.float32) * scale
         odd = (high - zero).to(tl.float32) * scale
     return even.to(like.dtype.element_ty), odd.to(like.dtype.element_ty)
@@ -100,8 +79,9 @@ def _e2m1(code):
 
 @triton.jit
 def _accumulate(
-    acc, inputs, token_row, token_ok, address, scales, zeros, row, row_ok, width, stride,
-    KIND: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, SIDE: tl.constexpr, BLOCK_IN: tl.constexpr,
+    acc, inputs, token_row, token_ok, address, scales, zeros, zero_offset, order, row, row_ok, width, stride,
+    KIND: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_ORDER: tl.constexpr,
+    SIDE: tl.constexpr, BLOCK_IN: tl.constexpr,
 ):  # fmt: skip
     """acc [tokens, rows] += inputs[token_row] @ weight[row]^T over the whole contraction, in a fixed order."""
     if KIND < 2:
@@ -120,13 +100,20 @@ def _accumulate(
             pair = start + tl.arange(0, BLOCK_IN // 2)
             pair_ok = pair < width // 2
             mask = token_ok[:, None] & pair_ok[None, :]
-            x_even = tl.load(inputs + token_row[:, None] * stride + 2 * pair[None, :], mask=mask, other=0.0)
-            x_odd = tl.load(
-                inputs + token_row[:, None] * stride + 2 * pair[None, :] + 1, mask=mask, other=0.0
+            even_column = 2 * pair
+            odd_column = 2 * pair + 1
+            if HAS_ORDER:
+                inputs_of = order.to(tl.pointer_type(tl.int32))
+                even_column = tl.load(inputs_of + even_column, mask=pair_ok, other=0)
+                odd_column = tl.load(inputs_of + odd_column, mask=pair_ok, other=0)
+            x_even = tl.load(
+                inputs + token_row[:, None] * stride + even_column[None, :], mask=mask, other=0.0
             )
+            x_odd = tl.load(inputs + token_row[:, None] * stride + odd_column[None, :], mask=mask, other=0.0)
             even, odd = _nibble_tiles(
-                address, scales, zeros, row, pair, row_ok, pair_ok, width, inputs, GROUP, KIND == 3, HAS_ZEROS
-            )
+                address, scales, zeros, zero_offset, row, pair, row_ok, pair_ok, width, inputs,
+                GROUP, KIND == 3, HAS_ZEROS,
+            )  # fmt: skip
             acc += tl.dot(x_even, tl.trans(even), input_precision="ieee")
             acc += tl.dot(x_odd, tl.trans(odd), input_precision="ieee")
     return acc
@@ -135,9 +122,10 @@ def _accumulate(
 @triton.jit
 def _gate_up(
     x, hidden, table, order, starts, experts_per_token, inner, width, x_stride, limit, alpha,
-    gate_up, gate_scales, up_scales, zeros, bias,
-    KIND: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, SIDE: tl.constexpr,
-    ACTIVATION: tl.constexpr, ROW_BYTES_NUM: tl.constexpr, ROW_BYTES_DEN: tl.constexpr,
+    gate_up, gate_scales, up_scales, zeros, zero_offset, gate_order, up_order, bias,
+    KIND: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_ORDER: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SIDE: tl.constexpr, ACTIVATION: tl.constexpr,
+    ROW_BYTES_NUM: tl.constexpr, ROW_BYTES_DEN: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(0)
@@ -149,7 +137,7 @@ def _gate_up(
     row = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     row_ok = row < inner
     up_base = base + gate_up + inner.to(tl.int64) * width * ROW_BYTES_NUM // ROW_BYTES_DEN
-    groups = width // GROUP
+    groups = tl.cdiv(width, GROUP)
     scale_bytes = 1 if KIND == 3 else 2
     for chunk in range(tl.program_id(2), tl.cdiv(last - first, BLOCK_T), tl.num_programs(2)):
         place = first + chunk * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -157,21 +145,24 @@ def _gate_up(
         token = (tl.load(order + place, mask=token_ok, other=0) // experts_per_token).to(tl.int64)
         acc = tl.zeros([BLOCK_T, BLOCK_OUT], tl.float32)
         gate = _accumulate(
-            acc, x, token, token_ok, base + gate_up, base + gate_scales, base + zeros, row, row_ok, width, x_stride,
-            KIND, GROUP, HAS_ZEROS, SIDE, BLOCK_IN,
+            acc, x, token, token_ok, base + gate_up, base + gate_scales, base + zeros, zero_offset, base + gate_order,
+            row, row_ok, width, x_stride, KIND, GROUP, HAS_ZEROS, HAS_ORDER, SIDE, BLOCK_IN,
         )  # fmt: skip
         acc = tl.zeros([BLOCK_T, BLOCK_OUT], tl.float32)
         up_scale_at = base + up_scales
         up_zero_at = base + zeros
         if KIND >= 2:
             up_scale_at = base + gate_scales + inner.to(tl.int64) * groups * scale_bytes
-            up_zero_at = base + zeros + inner.to(tl.int64) * groups
+            up_zero_at = base + zeros + inner.to(tl.int64) * groups // 2  # I is even: whole bytes
         up = _accumulate(
-            acc, x, token, token_ok, up_base, up_scale_at, up_zero_at, row, row_ok, width, x_stride,
-            KIND, GROUP, HAS_ZEROS, SIDE, BLOCK_IN,
+            acc, x, token, token_ok, up_base, up_scale_at, up_zero_at, zero_offset, base + up_order,
+            row, row_ok, width, x_stride, KIND, GROUP, HAS_ZEROS, HAS_ORDER, SIDE, BLOCK_IN,
         )  # fmt: skip
         if HAS_BIAS:
-            biases = (base + bias).to(tl.pointer_type(tl.bfloat16))
+            if KIND == 0:
+                biases = (base + bias).to(tl.pointer_type(x.dtype.element_ty))
+            else:
+                biases = (base + bias).to(tl.pointer_type(tl.bfloat16))
             gate += tl.load(biases + row, mask=row_ok, other=0.0).to(tl.float32)[None, :]
             up += tl.load(biases + inner + row, mask=row_ok, other=0.0).to(tl.float32)[None, :]
         if ACTIVATION == 0:
@@ -189,7 +180,7 @@ def _gate_up(
 
 @triton.jit
 def _down(
-    hidden, partial, table, order, starts, inner, width, down, scales, zeros, bias,
+    hidden, partial, table, order, starts, inner, width, down, scales, zeros, zero_offset, bias,
     KIND: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, SIDE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
 ):  # fmt: skip
@@ -206,11 +197,14 @@ def _down(
         token_ok = place < last
         acc = tl.zeros([BLOCK_T, BLOCK_OUT], tl.float32)
         acc = _accumulate(
-            acc, hidden, place.to(tl.int64), token_ok, base + down, base + scales, base + zeros, row, row_ok, inner,
-            inner, KIND, GROUP, HAS_ZEROS, SIDE, BLOCK_IN,
+            acc, hidden, place.to(tl.int64), token_ok, base + down, base + scales, base + zeros, zero_offset, base,
+            row, row_ok, inner, inner, KIND, GROUP, HAS_ZEROS, False, SIDE, BLOCK_IN,
         )  # fmt: skip
         if HAS_BIAS:
-            biases = (base + bias).to(tl.pointer_type(tl.bfloat16))
+            if KIND == 0:
+                biases = (base + bias).to(tl.pointer_type(hidden.dtype.element_ty))
+            else:
+                biases = (base + bias).to(tl.pointer_type(tl.bfloat16))
             acc += tl.load(biases + row, mask=row_ok, other=0.0).to(tl.float32)[None, :]
         pair = tl.load(order + place, mask=token_ok, other=0).to(tl.int64)
         tl.store(
@@ -262,7 +256,7 @@ def run_experts(
     """``sum over a token's experts of weight * (down @ act(gate @ x, up @ x) + bias)``, in the order of the choices.
 
     Args:
-        x: [tokens, H] contiguous; H and I even for INT4 and multiples of ``block.group`` for INT4 and MXFP4.
+        x: [tokens, H] contiguous; H and I even for INT4, multiples of 32 for MXFP4.
         weights: [tokens, experts_per_token] float32; experts: the same shape, int64, -1 in padding rows.
         table: [num_experts] int64 addresses of the layer's blocks, 128-byte aligned.
         block: where a block's parts are. inner: I.
@@ -281,18 +275,44 @@ def run_experts(
     sharing = 1 if tokens <= 64 else triton.cdiv(tokens, 4 * block_t)
     bits = {DENSE: x.element_size() * 8, FP8_BLOCK: 8, INT4: 4, MXFP4: 4}[block.kind]
     shared = {
-        "KIND": block.kind, "GROUP": block.group, "SIDE": FP8_BLOCK_SIZE, "BLOCK_T": block_t, "BLOCK_OUT": 64,
+        "KIND": block.kind, "SIDE": FP8_BLOCK_SIZE, "BLOCK_T": block_t, "BLOCK_OUT": 64,
         "BLOCK_IN": 128, "num_warps": 4, "num_stages": 3,
     }  # fmt: skip
     _gate_up[(num_experts, triton.cdiv(inner, 64), sharing)](
         x, hidden, table, order, starts, per_token, inner, width, x.stride(0), limit, alpha,
-        block.gate_up, block.gate_scales, block.up_scales, block.gate_up_zeros, block.gate_up_bias,
-        HAS_ZEROS=block.gate_up_zeros >= 0, HAS_BIAS=block.gate_up_bias >= 0, ACTIVATION=activation,
+        block.gate_up, block.gate_scales, block.up_scales, block.gate_up_zeros, block.zero_offset, block.gate_order,
+        block.up_order, block.gate_up_bias, GROUP=block.group, HAS_ZEROS=block.gate_up_zeros >= 0,
+        HAS_ORDER=block.gate_order >= 0, HAS_BIAS=block.gate_up_bias >= 0, ACTIVATION=activation,
         ROW_BYTES_NUM=bits, ROW_BYTES_DEN=8, **shared,
     )  # fmt: skip
     _down[(num_experts, triton.cdiv(width, 64), sharing)](
         hidden, partial, table, order, starts, inner, width, block.down, block.down_scales, block.down_zeros,
-        block.down_bias, HAS_ZEROS=block.down_zeros >= 0, HAS_BIAS=block.down_bias >= 0, **shared,
+        block.zero_offset, block.down_bias, GROUP=block.down_group or block.group, HAS_ZEROS=block.down_zeros >= 0,
+        HAS_BIAS=block.down_bias >= 0, **shared,
     )  # fmt: skip
     _combine[(tokens, triton.cdiv(width, 512))](partial, weights, experts, out, per_token, width, BLOCK=512)
     return out
+
+
+@triton.jit
+def _copy(table, targets, num_words, BLOCK: tl.constexpr):
+    expert = tl.program_id(0)
+    target = tl.load(targets + expert)
+    if target == 0:
+        return
+    word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = word < num_words
+    source = tl.load(table + expert).to(tl.pointer_type(tl.int64))
+    tl.store(target.to(tl.pointer_type(tl.int64)) + word, tl.load(source + word, mask=inside), mask=inside)
+
+
+def copy_blocks(table: torch.Tensor, targets: torch.Tensor, num_bytes: int) -> None:
+    """Copies the block at ``table[expert]`` to ``targets[expert]`` for every expert whose target is not 0.
+
+    Args:
+        table, targets: [num_experts] int64 addresses, 128-byte aligned.
+        num_bytes: of a block, a multiple of 128.
+    """
+    words = COPY_BYTES // 8
+    grid = (table.shape[0], triton.cdiv(num_bytes, COPY_BYTES))
+    _copy[grid](table, targets, num_bytes // 8, BLOCK=words)

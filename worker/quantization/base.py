@@ -44,11 +44,18 @@ class BlockPart:
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """The contiguous block of one expert as the kernel reads it; ``num_bytes`` is a multiple of 128."""
+    """The contiguous block of one expert as the kernel reads it; ``num_bytes`` is a multiple of 128.
+
+    ``group`` inputs share a scale in gate and up, ``down_group`` in down, where there are groups; ``zero_offset`` is
+    added to stored zero points.
+    """
 
     parts: tuple[BlockPart, ...]
     num_bytes: int
     kernel: str
+    group: int = 1
+    down_group: int = 1
+    zero_offset: int = 0
 
 
 class Format(Protocol):
@@ -58,6 +65,10 @@ class Format(Protocol):
 
     def matches(self, quantization_config: Mapping[str, object] | None) -> bool:
         """Whether this format reads a checkpoint with that ``quantization_config`` (None: unquantised)."""
+        ...
+
+    def reading(self, quantization_config: Mapping[str, object] | None) -> Format:
+        """This format as a checkpoint with such a configuration has it; ModelLoadError for what cannot be read."""
         ...
 
     def expert_tensors(self, shape: ExpertShape) -> tuple[TensorSpec, ...]:
@@ -70,6 +81,11 @@ class Format(Protocol):
 
     def pack(self, tensors: Mapping[str, torch.Tensor], shape: ExpertShape, block: torch.Tensor) -> None:
         """Fills ``block`` ([num_bytes] uint8) from the checkpoint's tensors of one expert."""
+        ...
+
+    def quantize(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The checkpoint's tensors for float matrices by linear name (gate_proj, up_proj, down_proj), without
+        biases."""
         ...
 
     def dequantize(self, block: torch.Tensor, shape: ExpertShape) -> tuple[torch.Tensor, torch.Tensor]:

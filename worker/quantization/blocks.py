@@ -11,13 +11,20 @@ from memory.api import DTYPE_BYTES, align_bytes
 from worker.quantization.base import BlockLayout, BlockPart
 
 
-def layout_parts(parts: Sequence[tuple[str, tuple[int, ...], str]], kernel: str) -> BlockLayout:
-    """(name, shape, dtype) parts one behind the other, each from a multiple of 128 bytes."""
+def layout_parts(
+    parts: Sequence[tuple[str, tuple[int, ...], str]],
+    kernel: str,
+    group: int = 1,
+    down_group: int = 1,
+    zero_offset: int = 0,
+) -> BlockLayout:
+    """(name, shape, dtype) parts one behind the other, each from a multiple of 128 bytes; the rest as
+    :class:`BlockLayout` has it."""
     found, offset = [], 0
     for name, shape, dtype in parts:
         found.append(BlockPart(name, shape, dtype, offset))
         offset += align_bytes(prod(shape) * DTYPE_BYTES[dtype])
-    return BlockLayout(tuple(found), offset, kernel)
+    return BlockLayout(tuple(found), offset, kernel, group, down_group, zero_offset)
 
 
 def block_part(block: torch.Tensor, layout: BlockLayout, name: str) -> torch.Tensor:

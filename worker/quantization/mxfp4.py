@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Self
 
 import torch
 
-from kernels.mxfp4 import dequantize_mxfp4
+from kernels.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from worker.quantization.base import BlockLayout, ExpertShape, TensorSpec
 from worker.quantization.blocks import block_part, layout_parts
 
@@ -21,6 +22,10 @@ class Mxfp4:
     def matches(self, quantization_config: Mapping[str, object] | None) -> bool:
         """``quant_method`` is mxfp4."""
         return quantization_config is not None and quantization_config.get("quant_method") == "mxfp4"
+
+    def reading(self, quantization_config: Mapping[str, object] | None) -> Self:
+        """This format: it has no variants."""
+        return self
 
     def expert_tensors(self, shape: ExpertShape) -> tuple[TensorSpec, ...]:
         """Packed blocks and scales of gate_proj, up_proj and down_proj, and their biases."""
@@ -46,7 +51,7 @@ class Mxfp4:
             parts.append((f"{name}_scales", (rows, columns // GROUP), "uint8"))
             if shape.has_bias:
                 parts.append((f"{name}_bias", (rows,), "bfloat16"))
-        return layout_parts(parts, kernel="mxfp4")
+        return layout_parts(parts, kernel="mxfp4", group=GROUP, down_group=GROUP)
 
     def pack(self, tensors: Mapping[str, torch.Tensor], shape: ExpertShape, block: torch.Tensor) -> None:
         """Lays the packed tensors into the block."""
@@ -59,6 +64,13 @@ class Mxfp4:
             gate_up[:inner] = tensors[f"gate_proj.{tensor}"]
             gate_up[inner:] = tensors[f"up_proj.{tensor}"]
             block_part(block, layout, f"down{suffix}").copy_(tensors[f"down_proj.{tensor}"])
+
+    def quantize(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A checkpoint's tensors for float matrices by linear name (gate_proj, up_proj, down_proj)."""
+        found = {}
+        for name, weight in weights.items():
+            found[f"{name}.weight_blocks"], found[f"{name}.weight_scales"] = quantize_mxfp4(weight)
+        return found
 
     def dequantize(self, block: torch.Tensor, shape: ExpertShape) -> tuple[torch.Tensor, torch.Tensor]:
         """float32 rows."""

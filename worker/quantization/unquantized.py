@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Self
 
 import torch
 
@@ -22,6 +23,10 @@ class Unquantized:
     def matches(self, quantization_config: Mapping[str, object] | None) -> bool:
         """Only checkpoints without a quantization_config."""
         return quantization_config is None
+
+    def reading(self, quantization_config: Mapping[str, object] | None) -> Self:
+        """This format: it has no variants."""
+        return self
 
     def expert_tensors(self, shape: ExpertShape) -> tuple[TensorSpec, ...]:
         """gate_proj, up_proj, down_proj: weights, and biases where the shape has them."""
@@ -62,6 +67,11 @@ class Unquantized:
             bias[:inner] = tensors["gate_proj.bias"]
             bias[inner:] = tensors["up_proj.bias"]
             block_part(block, layout, "down_bias").copy_(tensors["down_proj.bias"])
+
+    def quantize(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The matrices in this dtype under their checkpoint names."""
+        dtype = getattr(torch, self.dtype)
+        return {f"{name}.weight": weight.to(dtype) for name, weight in weights.items()}
 
     def dequantize(self, block: torch.Tensor, shape: ExpertShape) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows in float32."""

@@ -3,6 +3,8 @@
 # Serve reads the builder's annotation at run time, so it must be the class itself and no string: no
 # ``from __future__ import annotations`` here.
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,11 @@ from ray.serve.schema import LoggingConfig
 
 from serve_app.config import AppArgs
 from serve_app.deployments.dispatch import DispatchConfig
-from serve_app.deployments.router import Router, RouterArgs
+from serve_app.deployments.router import ModelArgs, Router, RouterArgs, served_model
 from serve_app.deployments.worker import Worker, WorkerArgs
 from serve_app.http.api_keys import KeyRing
 from serve_app.policies.coalescing import CoalescingConfig
 from serve_app.policies.placement import PlacementConfig
-from serve_app.text.chat_formats import make_chat_format
-from serve_app.text.model_folder import resolve_model
-from serve_app.text.tokenizer import load_text_model
 
 ROUTER_REQUESTS = 10_000
 """The limit that sheds load is the Router's own queue; Serve's must not come before it."""
@@ -36,32 +35,41 @@ ROUTING: dict[str, Any] = {
 
 
 def app(args: AppArgs) -> Application:
-    """The application: Routers that hold a handle to Workers. Raises ModelLoadError or ConfigError before anything is
-    started when a text file of the model, or a file named in the options, is missing or wrong."""
-    load_text_model(resolve_model(args.model, args.revision, weights=False), args.chat_template)
-    make_chat_format(args.chat_format, "")
+    """The application: Routers that hold the handles of each model's Workers. Raises ModelLoadError or ConfigError
+    before anything is started when a text file of a model, or a file named in the options, is missing or wrong."""
+    models = args.per_model()
+    told = router_args(args, models)
+    for model in told.models:
+        served_model(model)
     if args.api_keys_file:
         KeyRing(Path(args.api_keys_file))
-    return _router(args).bind(router_args(args), _worker(args).bind(worker_args(args)))
+    workers = [_worker(model, _worker_name(model, models)).bind(worker_args(model)) for model in models]
+    return _router(args).bind(told, *workers)
 
 
-def router_args(args: AppArgs) -> RouterArgs:
+def router_args(args: AppArgs, models: Sequence[AppArgs]) -> RouterArgs:
     """The Router's part of the options."""
     return RouterArgs(
-        model=args.model,
-        revision=args.revision,
-        name=args.name,
-        chat_template=args.chat_template,
-        chat_format=args.chat_format,
+        models=tuple(_model_args(model) for model in models),
         api_keys_file=args.api_keys_file,
         max_body_bytes=args.max_body_bytes,
+        log_level=args.log_level,
+    )
+
+
+def _model_args(args: AppArgs) -> ModelArgs:
+    return ModelArgs(
+        name=args.name,
+        model=args.model,
+        revision=args.revision,
+        chat_template=args.chat_template,
+        chat_format=args.chat_format,
         dispatch=DispatchConfig(
             max_queue=args.max_queue,
             queue_timeout_s=args.queue_timeout_s,
             accept_timeout_s=args.accept_timeout_s,
         ),
         placement=PlacementConfig(queue_share=args.worker_backlog / args.max_running),
-        log_level=args.log_level,
     )
 
 
@@ -92,9 +100,14 @@ def _router(args: AppArgs) -> serve.Deployment:
     return make(serve.ingress()(Router))
 
 
-def _worker(args: AppArgs) -> serve.Deployment:
+def _worker_name(args: AppArgs, models: Sequence[AppArgs]) -> str:
+    """ "Worker", and with several models the model's name behind it."""
+    return "Worker" if len(models) == 1 else "Worker-" + re.sub(r"[^\w.-]", "-", args.name)
+
+
+def _worker(args: AppArgs, name: str) -> serve.Deployment:
     make = serve.deployment(
-        name="Worker",
+        name=name,
         num_replicas=args.replicas,
         max_ongoing_requests=args.max_running + args.max_waiting + args.worker_backlog,
         ray_actor_options={"num_cpus": args.cpus_per_worker, "num_gpus": _gpus(args)},

@@ -10,9 +10,11 @@ import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from worker.config import WorkerConfig
 from worker.errors import ConfigError
@@ -29,6 +31,10 @@ class AppArgs(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str = Field(default="", description="Folder of the checkpoint, or a hub name (owner/name).")
+    models_file: str = Field(
+        default="",
+        description="YAML or JSON file of several models, by name: each entry has the options that differ for it.",
+    )
     revision: str = Field(default="", description="With a hub name: branch, tag or commit.")
     served_name: str = Field(default="", description="Name the model answers to; empty: the end of `model`.")
     replicas: int = Field(default=1, ge=1, description="Workers, one per GPU.")
@@ -114,7 +120,9 @@ class AppArgs(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> AppArgs:
         problems = []
-        if not self.model and self.engine != "fake":
+        if self.models_file and (self.model or self.served_name):
+            problems.append("models_file= and model= or served_name= exclude each other")
+        if not self.model and not self.models_file and self.engine != "fake":
             problems.append("model= is missing: name a checkpoint's folder or a hub name")
         if self.log_level not in LOG_LEVELS:
             problems.append(f"log_level={self.log_level!r} must be one of {', '.join(LOG_LEVELS)}")
@@ -133,6 +141,24 @@ class AppArgs(BaseModel):
         """The name the model is served under: ``served_name``, else the last part of ``model``."""
         return self.served_name or os.path.basename(self.model.rstrip("/")) or self.engine
 
+    def per_model(self) -> list[AppArgs]:
+        """The options of each model: these, with what its entry in ``models_file`` says; these alone without one.
+
+        Raises ConfigError naming the file, or the model whose options are wrong.
+        """
+        if not self.models_file:
+            return [self]
+        given = self.model_dump(exclude={"models_file"}, exclude_unset=True)
+        found = []
+        for name, entry in _read_models(Path(self.models_file)).items():
+            try:
+                found.append(
+                    AppArgs.model_validate({**given, **entry, "served_name": name, "models_file": ""})
+                )
+            except ValidationError as error:
+                raise ConfigError([f"models_file={self.models_file!r}, model {name!r}: {error}"]) from error
+        return found
+
     def worker_config(self) -> WorkerConfig:
         """The part of the options that a worker gets; raises ConfigError listing all that is wrong in it."""
         values = {entry.name: getattr(self, entry.name) for entry in fields(WorkerConfig)}
@@ -148,6 +174,20 @@ def from_environment(environment: Mapping[str, str]) -> dict[str, str]:
         if value is not None:
             found[name] = value
     return found
+
+
+def _read_models(file: Path) -> dict[str, dict[str, Any]]:
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError([f"models_file={str(file)!r}: {error}"]) from error
+    is_map = isinstance(content, dict) and all(isinstance(entry, dict) for entry in content.values())
+    if not content or not is_map:
+        raise ConfigError([f"models_file={str(file)!r} must map the name of each model to its options"])
+    for name, entry in content.items():
+        if {"served_name", "models_file"} & set(entry):
+            raise ConfigError([f"models_file={str(file)!r}, model {name!r}: the name is the entry's own key"])
+    return {str(name): entry for name, entry in content.items()}
 
 
 def _unknown_option(name: str, known: list[str]) -> str:

@@ -1,12 +1,14 @@
-"""The HTTP layer's backend over a dispatcher, with the metrics of every request. No Ray here."""
+"""The HTTP layer's backend over the dispatchers of its models, with the metrics of every request. No Ray here."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from serve_app.deployments.dispatch import Dispatcher
+from serve_app.deployments.protocol import WorkerReport
 from serve_app.http.backend import ServedModel
 from serve_app.telemetry import metrics as names
 from serve_app.telemetry.metrics import RouterFacts, RouterMetrics
@@ -15,88 +17,114 @@ from worker.api import FinishReason, GenerateRequest, ModelInfo, TokenEvent, Wor
 from worker.errors import InvalidRequest, Overloaded
 
 
-class RouterBackend:
-    """The :class:`serve_app.http.backend.Backend` over a dispatcher, with its metrics."""
+@dataclass(frozen=True)
+class ModelService:
+    """A model and the dispatcher of its workers."""
 
-    def __init__(self, model: ServedModel, dispatcher: Dispatcher) -> None:
-        self._model = model
-        self._dispatcher = dispatcher
+    model: ServedModel
+    dispatcher: Dispatcher
+
+
+class RouterBackend:
+    """The :class:`serve_app.http.backend.Backend` over the dispatchers of all models, with their metrics."""
+
+    def __init__(self, services: Sequence[ModelService]) -> None:
+        self._services = {service.model.name: service for service in services}
+        dispatchers = [service.dispatcher for service in services]
         self._metrics = RouterMetrics(
             RouterFacts(
-                num_queued=lambda: dispatcher.num_waiting,
-                num_open=lambda: dispatcher.num_open,
+                num_queued=lambda: sum(dispatcher.num_waiting for dispatcher in dispatchers),
+                num_open=lambda: sum(dispatcher.num_open for dispatcher in dispatchers),
                 snapshots=self._snapshots,
-                retries=lambda: dispatcher.counts.retries,
+                retries=lambda: _added(dispatcher.counts.retries for dispatcher in dispatchers),
             )
         )
 
     def models(self) -> Sequence[ServedModel]:
-        """The one model."""
-        return (self._model,)
+        """The models, in the order of the options."""
+        return [service.model for service in self._services.values()]
 
     async def model_info(self, name: str) -> ModelInfo:
         """Facts of the loaded model."""
-        return await self._dispatcher.known_model()
+        return await self._services[name].dispatcher.known_model()
 
     async def open(self, name: str, request: GenerateRequest) -> TokenStream:
         """Queues, places and starts a request."""
-        arrived_s = time.monotonic()
+        record = RequestRecord(self._metrics, name)
         try:
-            events = await self._dispatcher.open(request)
+            events = await self._services[name].dispatcher.open(request)
         except InvalidRequest:
-            self._ended("invalid")
+            record.ended("invalid")
             raise
         except Overloaded:
-            self._ended("refused")
+            record.ended("refused")
             raise
         except asyncio.CancelledError:
-            self._ended("left")
+            record.ended("left")
             raise
         except Exception:
-            self._ended("failed")
+            record.ended("failed")
             raise
-        self._metrics.add(names.PROMPT_TOKENS, len(request.prompt_token_ids), model=self._model.name)
-        return MeasuredStream(self, events, arrived_s)
+        self._metrics.add(names.PROMPT_TOKENS, len(request.prompt_token_ids), model=name)
+        return MeasuredStream(record, events)
+
+    def report(self, report: WorkerReport) -> None:
+        """A worker's push; it goes to the dispatcher of its model."""
+        service = self._services.get(report.model.name)
+        if service is not None:
+            service.dispatcher.report(report)
 
     def is_ready(self) -> bool:
-        """Whether a worker has reported lately."""
-        return bool(self._dispatcher.live_reports())
+        """Whether a worker of every model has reported lately."""
+        return all(service.dispatcher.live_reports() for service in self._services.values())
 
     def metrics_page(self) -> tuple[bytes, str]:
         """The metrics in Prometheus text form, and its content type."""
         return self._metrics.page()
 
-    def first_tokens(self, seconds: float) -> None:
-        """Records a time to first token."""
-        self._metrics.add(names.TIME_TO_FIRST_TOKEN, seconds, model=self._model.name)
-
-    def finished(
-        self, outcome: str, num_tokens: int, num_later_tokens: int, after_first_s: float, s: float
-    ) -> None:
-        """Records the end of a started request."""
-        self._ended(outcome)
-        model = self._model.name
-        self._metrics.add(names.GENERATED_TOKENS, num_tokens, model=model)
-        self._metrics.add(names.REQUEST_DURATION, s, model=model)
-        if num_later_tokens:
-            self._metrics.add(names.TIME_PER_OUTPUT_TOKEN, after_first_s / num_later_tokens, model=model)
-
-    def _ended(self, outcome: str) -> None:
-        self._metrics.add(names.REQUESTS, 1, model=self._model.name, outcome=outcome)
-
     def _snapshots(self) -> Mapping[str, WorkerSnapshot]:
-        return {report.replica_id: report.snapshot for report in self._dispatcher.live_reports()}
+        reports = [
+            report for service in self._services.values() for report in service.dispatcher.live_reports()
+        ]
+        return {report.replica_id: report.snapshot for report in reports}
+
+
+class RequestRecord:
+    """What the metrics learn of one request."""
+
+    def __init__(self, metrics: RouterMetrics, model: str) -> None:
+        self._metrics = metrics
+        self._model = model
+        self._arrived_s = time.monotonic()
+        self._first_s = 0.0
+        self._num_first = 0
+
+    def first_tokens(self, num_tokens: int) -> None:
+        """The first message came."""
+        self._first_s = time.monotonic()
+        self._num_first = num_tokens
+        self._metrics.add(names.TIME_TO_FIRST_TOKEN, self._first_s - self._arrived_s, model=self._model)
+
+    def ended(self, outcome: str, num_tokens: int = 0) -> None:
+        """The request is over."""
+        now_s = time.monotonic()
+        self._metrics.add(names.REQUESTS, 1, model=self._model, outcome=outcome)
+        if not self._first_s:
+            return
+        self._metrics.add(names.GENERATED_TOKENS, num_tokens, model=self._model)
+        self._metrics.add(names.REQUEST_DURATION, now_s - self._arrived_s, model=self._model)
+        later = num_tokens - self._num_first
+        if later > 0:
+            self._metrics.add(names.TIME_PER_OUTPUT_TOKEN, (now_s - self._first_s) / later, model=self._model)
 
 
 class MeasuredStream:
     """Passes a request's events on and records its times once."""
 
-    def __init__(self, backend: RouterBackend, events: TokenStream, arrived_s: float) -> None:
-        self._backend = backend
+    def __init__(self, record: RequestRecord, events: TokenStream) -> None:
+        self._record = record
         self._events = events
-        self._arrived_s = arrived_s
-        self._first_s = 0.0
-        self._num_first = 0
+        self._begun = False
         self._num_tokens = 0
         self._outcome = "left"
         self._closed = False
@@ -114,10 +142,9 @@ class MeasuredStream:
             self._outcome = "failed"
             await self.aclose()
             raise
-        if not self._first_s and event.token_ids:
-            self._first_s = time.monotonic()
-            self._num_first = len(event.token_ids)
-            self._backend.first_tokens(self._first_s - self._arrived_s)
+        if not self._begun and event.token_ids:
+            self._begun = True
+            self._record.first_tokens(len(event.token_ids))
         self._num_tokens = max(self._num_tokens, event.num_generated)
         if event.finish_reason is not None:
             ok = event.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
@@ -129,9 +156,13 @@ class MeasuredStream:
         if self._closed:
             return
         self._closed = True
-        now_s = time.monotonic()
-        later = self._num_tokens - self._num_first
-        self._backend.finished(
-            self._outcome, self._num_tokens, later, now_s - self._first_s, now_s - self._arrived_s
-        )
+        self._record.ended(self._outcome, self._num_tokens)
         await self._events.aclose()
+
+
+def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for count in counts:
+        for name, number in count.items():
+            total[name] = total.get(name, 0) + number
+    return total

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from ray.serve.handle import DeploymentHandle
 
 from serve_app.deployments import ray_hooks
-from serve_app.deployments.backend import RouterBackend
+from serve_app.deployments.backend import ModelService, RouterBackend
 from serve_app.deployments.dispatch import DispatchConfig, Dispatcher
 from serve_app.deployments.protocol import WorkerReport
 from serve_app.http.access import AccessRules
@@ -28,43 +28,57 @@ from serve_app.text.tokenizer import load_text_model
 
 
 @dataclass(frozen=True)
+class ModelArgs:
+    """What a Router is told of one model."""
+
+    name: str
+    model: str
+    revision: str
+    chat_template: str
+    chat_format: str
+    dispatch: DispatchConfig
+    placement: PlacementConfig
+
+
+@dataclass(frozen=True)
 class RouterArgs:
     """What a Router is told."""
 
-    model: str
-    revision: str
-    name: str
-    chat_template: str
-    chat_format: str
+    models: tuple[ModelArgs, ...]
     api_keys_file: str
     max_body_bytes: int
-
-    dispatch: DispatchConfig
-    placement: PlacementConfig
     log_level: str
 
 
 class Router:
-    """One replica of the ingress. ``report`` is called by workers, everything else comes by HTTP."""
+    """One replica of the ingress. ``report`` is called by workers, everything else comes by HTTP.
 
-    async def __init__(self, args: RouterArgs, worker: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
+    ``workers`` are the handles of the models' Worker deployments, in the order of ``args.models``.
+    """
+
+    async def __init__(self, args: RouterArgs, *workers: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
         configure_logging(args.log_level)
-        self._dispatcher = Dispatcher(args.dispatch, Placement(args.placement), ray_hooks.PinnedCalls(worker))
-        self._backend = RouterBackend(served_model(args), self._dispatcher)
+        services = [_service(model, worker) for model, worker in zip(args.models, workers, strict=True)]
+        self._backend = RouterBackend(services)
         keys = KeyRing(Path(args.api_keys_file)) if args.api_keys_file else None
         self._access = AccessRules(keys, args.max_body_bytes)
-        self._housekeeping = asyncio.create_task(self._dispatcher.run())
+        self._housekeeping = [asyncio.create_task(service.dispatcher.run()) for service in services]
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return create_app(self._backend, self._access)
 
     async def report(self, report: WorkerReport) -> None:
         """A worker's push."""
-        self._dispatcher.report(report)
+        self._backend.report(report)
 
 
-def served_model(args: RouterArgs) -> ServedModel:
-    """The text side of the model; raises ModelLoadError."""
+def _service(args: ModelArgs, worker: DeploymentHandle[Any]) -> ModelService:
+    dispatcher = Dispatcher(args.dispatch, Placement(args.placement), ray_hooks.PinnedCalls(worker))
+    return ModelService(served_model(args), dispatcher)
+
+
+def served_model(args: ModelArgs) -> ServedModel:
+    """The text side of a model; raises ModelLoadError."""
     text = load_text_model(resolve_model(args.model, args.revision, weights=False), args.chat_template)
     template = ChatTemplate(text.chat_template, text.names) if text.chat_template else None
     chat_format = make_chat_format(args.chat_format, text.chat_template)

@@ -114,7 +114,7 @@ def deploying(serve_url: str) -> Iterator[Deploy]:
         args = AppArgs(**{**quick, **options})
         serve.run(app(args), name=name, route_prefix=f"/{name}")
         served = ServedApp(name, f"{serve_url}/{name}")
-        served.wait_for_workers(args.replicas)
+        served.wait_for_workers(sum(model.replicas for model in args.per_model()))
         return served
 
     try:

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from serve_app.deployments.backend import RouterBackend
+from serve_app.deployments.backend import ModelService, RouterBackend
 from serve_app.deployments.dispatch import DispatchConfig, Dispatcher
 from serve_app.deployments.engine_server import EngineServer
 from serve_app.deployments.protocol import ReplicaGone, StreamItem, WorkerReport
@@ -163,7 +163,8 @@ async def running_cluster(
     text = load_text_model(folder)
     template = ChatTemplate(text.chat_template, text.names) if text.chat_template else None
     chat_format = make_chat_format("auto", text.chat_template)
-    backend = RouterBackend(ServedModel("fake-model", text, template, chat_format, 0), dispatcher)
+    service = ModelService(ServedModel("fake-model", text, template, chat_format, 0), dispatcher)
+    backend = RouterBackend([service])
     app = create_app(backend) if wrap is None else wrap(backend)
     # An unhandled error must come back as the client sees it, a 500, and not fall through to the test.
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
 from serve_app.config import AppArgs
 from worker.config import WorkerConfig
+from worker.errors import ConfigError
 
 
 def test_strings_from_a_command_line_become_values() -> None:
@@ -60,3 +62,37 @@ def test_the_builder_starts_without_torch_and_transformers() -> None:
     code = "import serve_app, sys; serve_app.app; print([m for m in ('torch', 'transformers') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_several_models_share_options_and_have_their_own(tmp_path: Path) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text("small: {model: /m/a, max_running: 4}\nlarge:\n  model: /m/b\n  replicas: 2\n")
+    args = AppArgs.model_validate({"models_file": str(file), "engine": "fake", "max_running": "9"})
+    small, large = args.per_model()
+    assert (small.name, small.model, small.max_running, small.replicas) == ("small", "/m/a", 4, 1)
+    assert (large.name, large.model, large.max_running, large.replicas) == ("large", "/m/b", 9, 2)
+    assert large.engine == "fake"
+    assert AppArgs(engine="fake").per_model()[0].name == "fake"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("[1]", "must map"),
+        ("a: 1", "must map"),
+        ("", "must map"),
+        ("a: {model: x, replica: 2}", "model 'a'.*did you mean 'replicas'"),
+        ("a: {served_name: b}", "own key"),
+        ("a: {", "models_file"),
+    ],
+)
+def test_a_wrong_file_of_models_is_refused_by_name(tmp_path: Path, content: str, reason: str) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=f"(?s){reason}"):
+        AppArgs(models_file=str(file), engine="fake").per_model()
+
+
+def test_one_model_and_a_file_of_models_exclude_each_other() -> None:
+    with pytest.raises(ValidationError, match="exclude each other"):
+        AppArgs(models_file="x", model="y")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -105,6 +106,22 @@ def test_an_engine_that_dies_is_replaced(deploy: Deploy, tmp_path: Path) -> None
     assert (
         patient.chat.completions.create(model="m", messages=MESSAGES).choices[0].message.content == "abcdef"
     )
+
+
+def test_several_models_answer_by_name(deploy: Deploy, tmp_path: Path) -> None:
+    for name in ("left", "right/2"):
+        write_model_folder(tmp_path / name, script=scripted(f"I am {name}."))
+    models = {name: {"model": str(tmp_path / name)} for name in ("left", "right/2")}
+    (tmp_path / "models.json").write_text(json.dumps(models))
+    app = deploy("several", models_file=str(tmp_path / "models.json"))
+    client = openai.OpenAI(base_url=app.url + "/v1", api_key="none", max_retries=0)
+    assert [model.id for model in client.models.list()] == ["left", "right/2"]
+    for name in models:
+        answer = client.chat.completions.create(model=name, messages=MESSAGES)
+        assert answer.choices[0].message.content == f"I am {name}."
+        assert client.models.retrieve(name).id == name
+    with pytest.raises(openai.NotFoundError, match="left, right/2"):
+        client.chat.completions.create(model="middle", messages=MESSAGES)
 
 
 def test_a_redeployment_lets_running_streams_end(deploy: Deploy, tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.cpu_reference import LOGPROB_TOLERANCE, compare
 from tests.helpers.plans import PlanDriver
-from tests.helpers.reference import LOGPROB_TOLERANCE, compare
 from tests.helpers.tiny import tiny_folder
 from worker.api import SamplingParams, TokenLogprobs
 from worker.config import WorkerConfig

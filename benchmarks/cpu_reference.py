@@ -1,0 +1,147 @@
+"""Stock transformers on the CPU: the numerical reference and the speed to beat, with the same prompts as the engine."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from worker.api import TokenLogprobs
+from worker.models.transformers_window import apply_attention_windows
+
+ROOT = Path(__file__).resolve().parent.parent
+TIE_MARGIN = 1e-4
+"""Where the reference's two best log-probabilities lie closer, either is right."""
+LOGPROB_TOLERANCE = 1e-4
+
+
+@cache
+def reference_model(folder: Path) -> Any:
+    """The folder's model in float32, windows applied."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    apply_attention_windows(model)
+    return model
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How generated positions compare: ``mismatches`` have another token than the reference although its margin is
+    clear, ``near_ties`` have no clear margin, ``resynchronised`` are those of them with another token."""
+
+    positions: int = 0
+    mismatches: int = 0
+    near_ties: int = 0
+    resynchronised: int = 0
+    max_logprob_diff: float = 0.0
+
+    def joined(self, other: Agreement) -> Agreement:
+        """Both together."""
+        return Agreement(
+            self.positions + other.positions,
+            self.mismatches + other.mismatches,
+            self.near_ties + other.near_ties,
+            self.resynchronised + other.resynchronised,
+            max(self.max_logprob_diff, other.max_logprob_diff),
+        )
+
+
+def compare(
+    folder: Path, prompt: Sequence[int], generated: Sequence[int], logprobs: Sequence[TokenLogprobs]
+) -> Agreement:
+    """Scores greedily generated tokens in one reference pass over prompt and output, so that every position is judged
+    on its own prefix (after another choice at a near tie the reference follows the output); all reported
+    log-probabilities are compared, top ones too."""
+    with torch.inference_mode():
+        logits = reference_model(folder)(torch.tensor([[*prompt, *generated]]), use_cache=False).logits[0]
+    scores = torch.log_softmax(logits[len(prompt) - 1 : -1], -1)
+    best = scores.topk(2, -1)
+    mismatches = near_ties = resynchronised = 0
+    worst = 0.0
+    for i, (token, said) in enumerate(zip(generated, logprobs, strict=True)):
+        assert said.token_id == token
+        clear = bool(best.values[i, 0] - best.values[i, 1] >= TIE_MARGIN)
+        differs = token != int(best.indices[i, 0])
+        near_ties += not clear
+        mismatches += clear and differs
+        resynchronised += differs and not clear
+        pairs = [(token, said.logprob), *said.top]
+        worst = max(worst, *(abs(scores[i, t].item() - value) for t, value in pairs))
+    return Agreement(len(generated), mismatches, near_ties, resynchronised, worst)
+
+
+def sample_prompts(folder: Path, lengths: Sequence[int], seed: int = 0) -> list[tuple[int, ...]]:
+    """Prompts of the given lengths: pieces of this repository's licence and manual, which no model here was trained
+    on, in the folder's own tokens."""
+    texts = [ROOT / "LICENSE", *sorted((ROOT / "docs").glob("*.md"))]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    token_ids = [t for path in texts for t in tokenizer.encode(path.read_text(), add_special_tokens=False)]
+    rng = random.Random(seed)
+    starts = [rng.randrange(len(token_ids) - length) for length in lengths]
+    return [tuple(token_ids[s : s + n]) for s, n in zip(starts, lengths, strict=True)]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds and tokens of a run, prefill and decode apart. ``decode_tokens`` leaves out each row's first token,
+    which the prefill brings."""
+
+    prefill_s: float
+    prefill_tokens: int
+    decode_s: float
+    decode_tokens: int
+
+    @property
+    def prefill_rate(self) -> float:
+        """Prompt tokens per second."""
+        return self.prefill_tokens / self.prefill_s
+
+    @property
+    def decode_rate(self) -> float:
+        """Generated tokens per second while nothing is prefilled."""
+        return self.decode_tokens / self.decode_s
+
+    @property
+    def total_s(self) -> float:
+        """Seconds for everything."""
+        return self.prefill_s + self.decode_s
+
+    def joined(self, other: Timing) -> Timing:
+        """One run after the other."""
+        return Timing(
+            self.prefill_s + other.prefill_s,
+            self.prefill_tokens + other.prefill_tokens,
+            self.decode_s + other.decode_s,
+            self.decode_tokens + other.decode_tokens,
+        )
+
+
+@torch.inference_mode()
+def time_reference(folder: Path, prompts: Sequence[Sequence[int]], num_new: int) -> Timing:
+    """Greedy continuation of one left-padded batch, by bare cached forward passes (faster than ``generate``)."""
+    model = reference_model(folder)
+    longest = max(len(prompt) for prompt in prompts)
+    token_ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+    padded: dict[str, Any] = {}
+    if not bool(mask.all()):
+        padded = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp_(min=0)}
+    start = time.perf_counter()
+    out = model(token_ids, use_cache=True, logits_to_keep=1, **padded)
+    next_ids = out.logits[:, -1].argmax(-1, keepdim=True)
+    middle = time.perf_counter()
+    for _ in range(num_new - 1):
+        if padded:
+            mask = torch.cat([mask, torch.ones_like(next_ids)], 1)
+            padded = {"attention_mask": mask, "position_ids": mask.sum(-1, keepdim=True) - 1}
+        out = model(next_ids, past_key_values=out.past_key_values, use_cache=True, **padded)
+        next_ids = out.logits[:, -1].argmax(-1, keepdim=True)
+    end = time.perf_counter()
+    num_prompt = sum(len(prompt) for prompt in prompts)
+    return Timing(middle - start, num_prompt, end - middle, len(prompts) * (num_new - 1))

@@ -1,0 +1,127 @@
+"""Times the native engine on a CPU against stock transformers: same threads, same float32 weights, one run.
+
+    python -m benchmarks.cpu_serving [--model FOLDER] [--threads 1] [--json FILE]
+
+``batch1_ratio``: one request, ours over transformers. At 16 prompts of 128 tokens: ``aggregate16_ratio`` over
+transformers one after the other, ``batch16_ratio`` over its own left-padded batch. ``mixed16_ratio``: 16 prompts of
+20-1,500 tokens over transformers one after the other. Ratios are of decode rates; prefill, and both together, have
+their own columns. The reference runs bare cached forward passes, which is faster than its ``generate``.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.cpu_accuracy import draw_lengths
+from benchmarks.cpu_engine import time_engine
+from benchmarks.cpu_profile import profile_decode
+from benchmarks.cpu_reference import ROOT, Timing, sample_prompts, time_reference
+from benchmarks.report import Conditions, Report, Value, publish, report_parser
+from worker.config import WorkerConfig
+from worker.engines.native import NativeEngine
+
+AT_ONCE = 16
+PROMPT_TOKENS = 128
+
+
+def one_by_one(folder: Path, prompts: Sequence[Sequence[int]], num_new: int) -> Timing:
+    """The reference, one prompt after the other."""
+    found = time_reference(folder, prompts[:1], num_new)
+    for prompt in prompts[1:]:
+        found = found.joined(time_reference(folder, [prompt], num_new))
+    return found
+
+
+def open_engine(folder: Path, threads: int) -> NativeEngine:
+    """The engine as it serves, without prefix cache, so that every prompt is computed."""
+    return NativeEngine(
+        WorkerConfig(
+            model=str(folder),
+            device="cpu",
+            dtype="float32",
+            max_running=AT_ONCE,
+            max_step_tokens=2048,
+            prefix_cache=False,
+            num_threads=threads,
+        )
+    )
+
+
+def best_of(runs: Sequence[Timing]) -> Timing:
+    """The run with the least time: the others met the machine's other work."""
+    return min(runs, key=lambda run: run.total_s)
+
+
+def compare_row(name: str, ours: Timing, reference: Timing) -> dict[str, Value]:
+    """A line of the report: ratio of decode rates, of prefill rates, and of whole runs of equal work."""
+    return {
+        "figure": name,
+        "ratio": ours.decode_rate / reference.decode_rate,
+        "prefill_ratio": ours.prefill_rate / reference.prefill_rate,
+        "whole_ratio": (reference.total_s / reference.prefill_tokens) / (ours.total_s / ours.prefill_tokens),
+        "decode_tok_s": ours.decode_rate,
+        "reference_decode_tok_s": reference.decode_rate,
+        "prefill_tok_s": ours.prefill_rate,
+        "reference_prefill_tok_s": reference.prefill_rate,
+    }
+
+
+def measure(
+    folder: Path, engine: NativeEngine, num_new: int, repeats: int, seed: int
+) -> list[dict[str, Value]]:
+    """All four comparisons; reference and engine take turns."""
+    short = sample_prompts(folder, [PROMPT_TOKENS] * AT_ONCE, seed)
+    mixed = sample_prompts(folder, draw_lengths(AT_ONCE, random.Random(seed)), seed)
+    time_reference(folder, short[:1], 4)
+    time_engine(engine, short[:1], 4)
+    single = best_of([time_reference(folder, short[:1], num_new) for _ in range(repeats)])
+    alone = best_of([time_engine(engine, short[:1], num_new) for _ in range(repeats)])
+    sequential = best_of([one_by_one(folder, short[:4], num_new) for _ in range(repeats)])
+    batch = best_of([time_reference(folder, short, num_new) for _ in range(repeats)])
+    together = best_of([time_engine(engine, short, num_new) for _ in range(repeats)])
+    mixed_sequential = one_by_one(folder, mixed, num_new)
+    mixed_together = best_of([time_engine(engine, mixed, num_new) for _ in range(repeats)])
+    return [
+        compare_row("batch1_ratio", alone, single),
+        compare_row("aggregate16_ratio", together, sequential),
+        compare_row("batch16_ratio", together, batch),
+        compare_row("mixed16_ratio", mixed_together, mixed_sequential),
+    ]
+
+
+def main() -> None:
+    """Measures and publishes."""
+    parser = report_parser(__doc__)
+    parser.add_argument("--model", type=Path, default=ROOT / "demo" / "model")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    engine = open_engine(options.model, options.threads)
+    try:
+        rows = measure(options.model, engine, options.new_tokens, options.repeats, options.seed)
+    finally:
+        engine.close()
+    prompts = sample_prompts(options.model, [PROMPT_TOKENS] * AT_ONCE, options.seed)
+    conditions = Conditions(
+        model=options.model.name,
+        weights="as in the folder, computed in float32",
+        prompts=f"pieces of the repository's licence and manual, seed {options.seed}",
+        cache="cold",
+        batch=f"1 and {AT_ONCE}; {options.threads} threads",
+        context=f"{PROMPT_TOKENS}, and 20-1500 tokens, + {options.new_tokens} new ones",
+        resident="all",
+    )
+    shares = profile_decode(options.model, prompts, options.threads)
+    notes = ("", f"A decode step of {AT_ONCE} rows, profiled:", *(str(share) for share in shares))
+    publish(Report("cpu_serving", conditions, tuple(rows), notes), options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -24,7 +24,7 @@ MATRIX = (
     TrafficSpec("azure_2023_conv", 2_000, 2.8),
     TrafficSpec("azure_2023_code", 1_500, 2.0),
     TrafficSpec("mooncake_conversation", 1_200, 0.6),
-    TrafficSpec("mooncake_synthetic", 1_200, 0.7),
+    TrafficSpec("mooncake_synthetic", 1_200, 0.9),
 )
 SKEWED = ("mooncake_conversation", "mooncake_synthetic")
 FLEET_SIZES = (2, 4, 16, 64)
@@ -112,7 +112,7 @@ def stampede(log: Log) -> Findings:
     """A burst on eight equal workers of which one has just died and come back, empty and idle."""
     figures: dict[str, float] = {}
     runs: list[Run] = []
-    requests = drawn_requests(2_400, 40.0, _short)
+    requests = drawn_requests(1_600, 40.0, _short)
     for staleness_s in STALENESS_S:
         fleet = Fleet(staleness_s=staleness_s, num_domains=4, deaths_s=(10.0,))
         cell = run_rules("stampede", requests, fleet, (OURS, "two_choices", "least_kv"), log)
@@ -129,7 +129,7 @@ def fleet_sizes(folder: Path, log: Log) -> Findings:
     runs: list[Run] = []
     for num_workers in FLEET_SIZES:
         scale = num_workers / 8
-        spec = replace(MATRIX[0], speed=MATRIX[0].speed * scale, num_requests=min(6_000, int(2_000 * scale)))
+        spec = replace(MATRIX[0], speed=MATRIX[0].speed * scale, num_requests=min(4_000, int(2_000 * scale)))
         requests = load_requests(folder, spec)
         fleet = Fleet(num_workers=num_workers, staleness_s=0.5)
         cell = run_rules(f"{spec.trace} on {num_workers}", requests, fleet, (OURS, "two_choices"), log)

@@ -67,6 +67,11 @@ class Router:
     def __serve_build_asgi_app__(self) -> FastAPI:
         return create_app(self._backend, self._access)
 
+    def check_health(self) -> None:
+        """Called by Serve; raises RuntimeError, upon which Serve replaces the replica."""
+        if any(task.done() for task in self._housekeeping):
+            raise RuntimeError("The router's housekeeping has stopped.")
+
     async def report(self, report: WorkerReport) -> None:
         """A worker's push."""
         self._backend.report(report)

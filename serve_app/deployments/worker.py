@@ -19,6 +19,7 @@ from serve_app.text.model_folder import resolve_model
 from worker.api import Engine, GenerateRequest, WorkerSnapshot
 from worker.config import WorkerConfig
 from worker.engines import ENGINES
+from worker.errors import EngineDead
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,8 @@ class Worker:
 
     def check_health(self) -> None:
         """Called by Serve; raises EngineDead, upon which Serve replaces the replica."""
+        if self._reports.done():
+            raise EngineDead("The worker's reports have stopped.")
         self._engine.check_health()
 
     def record_routing_stats(self) -> dict[str, float]:

@@ -37,6 +37,7 @@ class UsageCount:
 
     num_prompt_tokens: int
     num_cached_tokens: int = 0
+    num_reasoning_tokens: int = 0
     _generated: dict[int, int] = field(default_factory=dict)
 
     def add(self, index: int, piece: OutputPiece) -> None:
@@ -57,6 +58,7 @@ class UsageCount:
             "total_tokens": self.num_prompt_tokens + self.num_generated_tokens,
             # Several answers can share one prompt; no more of it than all was cached.
             "prompt_tokens_details": {"cached_tokens": min(self.num_cached_tokens, self.num_prompt_tokens)},
+            "completion_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
         }
 
 

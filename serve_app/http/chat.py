@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, cast
@@ -100,6 +100,7 @@ async def chat_chunks(
                 choice["logprobs"] = chat_logprobs(model.text, piece.logprobs)
             yield {**head, "choices": [choice]}
     if body.wants_usage():
+        usage.num_reasoning_tokens = _num_reasoning_tokens(readers.values(), model)
         yield {**head, "choices": [], "usage": usage.body()}
 
 
@@ -117,6 +118,7 @@ async def chat_body(answers: Answers, plan: ChatPlan, model: ServedModel) -> dic
             said[index] += delta
             if plan.answer.sampling.logprobs is not None:
                 logprobs[index] += chat_logprobs(model.text, piece.logprobs)["content"]
+    usage.num_reasoning_tokens = _num_reasoning_tokens(readers, model)
     choices = [
         {
             "index": index,
@@ -144,6 +146,10 @@ def _variables(body: ChatRequest) -> dict[str, Any]:
     if body.enable_thinking is not None:
         variables["enable_thinking"] = body.enable_thinking
     return variables
+
+
+def _num_reasoning_tokens(readers: Iterable[TurnReader], model: ServedModel) -> int:
+    return sum(reader.num_reasoning_tokens(model.text) for reader in readers)
 
 
 def _delta_body(said: ChatDelta, reader: TurnReader) -> dict[str, Any]:

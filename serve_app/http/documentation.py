@@ -32,6 +32,12 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int
 
 
+class CompletionTokensDetails(BaseModel):
+    """What generated tokens were for."""
+
+    reasoning_tokens: int
+
+
 class Usage(BaseModel):
     """Tokens of a request."""
 
@@ -39,6 +45,7 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 class TextLogprobs(BaseModel):

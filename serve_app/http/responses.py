@@ -76,6 +76,7 @@ async def response_events(
                 logger.exception("a response broke")
             yield builder.fail("server_error", answer.message)
             return
+    usage.num_reasoning_tokens = reader.num_reasoning_tokens(model.text)
     for event in builder.end(usage_body(usage), reason):
         yield event
 
@@ -95,6 +96,7 @@ async def response_body(
             for _ in builder.add(said, reader):
                 pass
     last: Event = {}
+    usage.num_reasoning_tokens = reader.num_reasoning_tokens(model.text)
     for event in builder.end(usage_body(usage), reason):
         last = event
     found: dict[str, Any] = last["response"]
@@ -108,7 +110,7 @@ def usage_body(usage: UsageCount) -> dict[str, Any]:
         "input_tokens": plain["prompt_tokens"],
         "input_tokens_details": plain["prompt_tokens_details"] | {"cache_write_tokens": 0},
         "output_tokens": plain["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": plain["completion_tokens_details"],
         "total_tokens": plain["total_tokens"],
     }
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.helpers.tokenizers import byte_tokenizer, scripted, write_model_folder
-from tests.serve_app.in_process import Cluster, running_cluster, sse_chunks
+from tests.serve_app.in_process import REPORT_S, Cluster, running_cluster, sse_chunks
 
 USER = [{"role": "user", "content": "Say something."}]
 ANSWER = "A zebra crosses the road."
@@ -134,6 +134,7 @@ def test_completions_take_text_and_ids(folder: Path) -> None:
         "completion_tokens": 16,
         "total_tokens": 19,
         "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
     by_ids = post(folder, {"prompt": [97, 98, 99]}, "/v1/completions").json()
     assert by_ids["choices"] == by_text["choices"]
@@ -319,6 +320,7 @@ def test_models_health_and_metrics(folder: Path) -> None:
         assert (await get("/v1/models/none")).status_code == 404
         assert (await get("/health")).status_code == 200
         assert (await get("/ready")).status_code == 200
+        await asyncio.sleep(3 * REPORT_S)
         page = (await get("/metrics")).text
         assert 'headroom_requests_total{model="fake-model",outcome="stop"} 1.0' in page
         assert f'headroom_generated_tokens_total{{model="fake-model"}} {len(ANSWER) + 1}.0' in page

@@ -69,6 +69,7 @@ def test_a_streamed_response_with_reasoning_text_and_a_call(tmp_path: Path) -> N
         assert [item.type for item in final.output] == ["reasoning", "message", "function_call"]
         assert final.output[0].content[0].text == "Hm."
         assert final.output_text == "I look."
+        assert final.usage.output_tokens_details.reasoning_tokens == len("Hm.")
         assert json.loads(final.output[2].arguments) == {"city": "Oslo", "days": 3}
         for kind, whole in (
             ("response.reasoning_text.delta", "Hm."),

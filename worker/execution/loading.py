@@ -12,6 +12,7 @@ import torch
 from worker.api import ModelInfo
 from worker.config import WorkerConfig
 from worker.errors import ConfigError, ModelLoadError
+from worker.execution.quantized import DenseFormat, DequantizedStore
 from worker.execution.weights import (
     CheckpointFiles,
     LoadProgress,
@@ -21,8 +22,9 @@ from worker.execution.weights import (
     read_json,
 )
 from worker.models import MODELS
-from worker.models.base import BuildOptions, Model, ModelFamily
+from worker.models.base import BuildOptions, ExpertFactory, Model, ModelFamily
 from worker.models.resident import resident_experts
+from worker.quantization.choose import find_format
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +50,9 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda:0") if name == "cuda" else device
 
 
-def load_model(config: WorkerConfig) -> LoadedModel:
-    """Builds the model of ``config.model``. ModelLoadError names everything that the folder lacks or has too much."""
+def load_model(config: WorkerConfig, experts: ExpertFactory | None = None) -> LoadedModel:
+    """Builds the model of ``config.model``; ``experts`` decides where routed experts live (None: resident,
+    dequantised). ModelLoadError names everything that the folder lacks or has too much."""
     folder = Path(config.model)
     raw = read_json(folder / "config.json")
     device = choose_device(config.device)
@@ -57,9 +60,13 @@ def load_model(config: WorkerConfig) -> LoadedModel:
     if config.kv_dtype == "fp8_e4m3":
         raise ConfigError(["kv_dtype='fp8_e4m3': the native engine keeps KV in 'auto' or 'bf16'"])
     kv_dtype = "bfloat16" if config.kv_dtype == "bf16" else dtype_name
-    options = BuildOptions(kv_dtype=kv_dtype, dtype=dtype_name, experts=resident_experts)
     architecture, family = _family(folder, raw)
+    weight_format = find_format(_quantization(raw), dtype_name)
+    factory = resident_experts if experts is None else experts
+    options = BuildOptions(kv_dtype=kv_dtype, dtype=dtype_name, experts=factory, format=weight_format)
     store: TensorStore = RandomTensors(config.seed) if config.load == "random" else CheckpointFiles(folder)
+    if config.load != "random" and isinstance(weight_format, DenseFormat):
+        store = DequantizedStore(store, weight_format)
     dtype: torch.dtype = getattr(torch, dtype_name)
     model = _build(folder, raw, store, family, options, device, dtype)
     info = ModelInfo(
@@ -106,6 +113,11 @@ def _family(folder: Path, raw: Mapping[str, Any]) -> tuple[str, ModelFamily]:
     raise ModelLoadError(
         f"{folder}/config.json: architectures={named!r}, but the native engine knows {known}"
     )
+
+
+def _quantization(raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    found = raw.get("quantization_config") or (raw.get("text_config") or {}).get("quantization_config")
+    return dict(found) if found else None
 
 
 def _dtype_name(config: WorkerConfig, raw: Mapping[str, Any], device: torch.device) -> str:

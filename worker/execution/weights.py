@@ -139,6 +139,15 @@ class WeightSource:
         model knows is the one that is made up."""
         return self._store.shape(name) is not None
 
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Shape of a tensor in the checkpoint, None if there is none of that name."""
+        return self._store.shape(name)
+
+    @property
+    def is_made_up(self) -> bool:
+        """Whether weights are random: no checkpoint says how they are stored."""
+        return not self._store.names()
+
     def take(
         self,
         name: str,

@@ -139,11 +139,13 @@ class ExpertFactory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
-    """What a model is told beside its configuration: names of KV and activation dtypes, and where experts live."""
+    """What a model is told beside its configuration: names of KV and activation dtypes, where experts live, and the
+    checkpoint's weight format."""
 
     kv_dtype: str
     dtype: str
     experts: ExpertFactory
+    format: Format
 
 
 @dataclass(frozen=True, slots=True)

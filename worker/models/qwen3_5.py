@@ -20,9 +20,8 @@ from worker.layers.decoder import Decoder, DecoderLayer
 from worker.layers.delta_net import DeltaNetLayer, DeltaNetSizes, DeltaNetWeights
 from worker.layers.mlp import GatedMlp, MoeMlp, SharedExpert
 from worker.models.base import BuildOptions, ExpertLayer, GroupCollector, Model, ModelConfig
-from worker.models.expert_tensors import unquantized_experts
+from worker.models.expert_tensors import routed_experts
 from worker.quantization.base import ExpertShape
-from worker.quantization.unquantized import Unquantized
 
 LINEAR, FULL = "linear_attention", "full_attention"
 _FULL_EVERY = 4
@@ -55,7 +54,6 @@ def read_settings(config: ModelConfig) -> Qwen35Settings:
     config.expect("hidden_act", "silu", default="silu")
     config.expect("attention_bias", False, default=False)
     config.expect("attn_output_gate", True, default=True)
-    config.expect("quantization_config", None)
     rope = config.rope(default_theta=1e7)
     if rope["rope_type"] != "default":
         raise config.refuse("rope_parameters.rope_type", rope["rope_type"], "'default'")
@@ -123,10 +121,11 @@ def build_moe(raw: Mapping[str, Any], source: WeightSource, options: BuildOption
             source.take(f"{prefix}.shared_expert.up_proj.weight", (shared_size, hidden)),
         ]
         shared_down = source.take(f"{prefix}.shared_expert.down_proj.weight", (hidden, shared_size))
-        read = unquantized_experts(source, f"{prefix}.experts", num_experts, shape)
+        format, read = routed_experts(
+            source, f"{prefix}.experts", num_experts, shape, options.format, options.dtype
+        )
         experts = options.experts(
-            ExpertLayer(layer, num_experts, per_token, shape, Unquantized(options.dtype), read, silu_and_mul),
-            source,
+            ExpertLayer(layer, num_experts, per_token, shape, format, read, silu_and_mul), source
         )
         shared = SharedExpert(shared_size, shared_down)
         return MoeMlp(torch.cat(router), None, experts, num_experts, per_token, True, shared)
@@ -136,7 +135,6 @@ def build_moe(raw: Mapping[str, Any], source: WeightSource, options: BuildOption
 
 def _open(raw: Mapping[str, Any], family: str) -> tuple[ModelConfig, Qwen35Settings]:
     outer = ModelConfig(raw, family)
-    outer.expect("quantization_config", None)
     config = outer.part("text_config")
     settings = read_settings(config)
     return config, settings

@@ -14,9 +14,8 @@ from worker.layers.attention import AttentionLayer, AttentionSizes, AttentionWei
 from worker.layers.decoder import Decoder, DecoderLayer
 from worker.layers.mlp import MoeMlp
 from worker.models.base import BuildOptions, ExpertLayer, GroupCollector, Model, ModelConfig
-from worker.models.expert_tensors import unquantized_experts
+from worker.models.expert_tensors import routed_experts
 from worker.quantization.base import ExpertShape
-from worker.quantization.unquantized import Unquantized
 
 
 def build(raw: Mapping[str, Any], source: WeightSource, options: BuildOptions) -> Model:
@@ -65,7 +64,6 @@ def _check(config: ModelConfig) -> Mapping[str, Any]:
     config.expect("use_sliding_window", False, default=False)
     config.expect("decoder_sparse_step", 1, default=1)
     config.expect("mlp_only_layers", [], default=[])
-    config.expect("quantization_config", None)
     rope = config.rope(default_theta=1e6)
     if rope["rope_type"] != "default":
         raise config.refuse("rope_parameters.rope_type", rope["rope_type"], "'default'")
@@ -121,10 +119,11 @@ def _mlp(
     hidden, name = config.integer("hidden_size"), f"model.layers.{layer}.mlp"
     shape = ExpertShape(hidden, config.integer("moe_intermediate_size"))
     router = source.take(f"{name}.gate.weight", (num_experts, hidden))
-    read = unquantized_experts(source, f"{name}.experts", num_experts, shape)
+    format, read = routed_experts(
+        source, f"{name}.experts", num_experts, shape, options.format, options.dtype
+    )
     experts = options.experts(
-        ExpertLayer(layer, num_experts, per_token, shape, Unquantized(options.dtype), read, silu_and_mul),
-        source,
+        ExpertLayer(layer, num_experts, per_token, shape, format, read, silu_and_mul), source
     )
     renormalise = config.flag("norm_topk_prob", False)
     return MoeMlp(router, None, experts, num_experts, per_token, renormalise)

@@ -9,6 +9,7 @@ from worker.execution.weights import WeightSource
 from worker.layers.experts import ResidentExperts
 from worker.layers.mlp import RoutedExperts
 from worker.models.base import ExpertLayer
+from worker.quantization.blocks import block_part
 
 
 def resident_experts(experts: ExpertLayer, source: WeightSource) -> RoutedExperts:
@@ -30,8 +31,9 @@ def resident_experts(experts: ExpertLayer, source: WeightSource) -> RoutedExpert
         gate_up[expert] = both.to(source.dtype)
         down[expert] = back.to(source.dtype).t()
         if gate_up_bias is not None and down_bias is not None:
-            gate_up_bias[expert] = torch.cat([tensors["gate_proj.bias"], tensors["up_proj.bias"]])
-            down_bias[expert] = tensors["down_proj.bias"]
+            # From the block: a format may have sorted the rows that the checkpoint's biases belong to.
+            gate_up_bias[expert] = block_part(block, layout, "gate_up_bias")
+            down_bias[expert] = block_part(block, layout, "down_bias")
     return ResidentExperts(ExpertBank(gate_up, down, gate_up_bias, down_bias, experts.activation))
 
 

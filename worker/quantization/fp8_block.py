@@ -112,6 +112,18 @@ class Fp8Block:
             for suffix, tensor in quantize_fp8_block(weight).items()
         }
 
+    def linear_suffixes(self) -> tuple[str, ...]:
+        """What a dense linear is made of; the scales say that it is quantised."""
+        return SCALE_SUFFIX, "weight"
+
+    def linear_shape(self, suffix: str, shape: tuple[int, ...]) -> tuple[int, int]:
+        """The stored weight's shape."""
+        return shape[0], shape[1]
+
+    def dequantize_linear(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """A dense linear's float32 weight."""
+        return dequantize_fp8_block(tensors["weight"], tensors[SCALE_SUFFIX], SIDE)
+
     def dequantize(self, block: torch.Tensor, shape: ExpertShape) -> tuple[torch.Tensor, torch.Tensor]:
         """float32 rows."""
         layout = self.block_layout(shape)

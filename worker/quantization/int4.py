@@ -11,7 +11,7 @@ from kernels.dequantize import dequantize_int4
 from worker.errors import ModelLoadError
 from worker.quantization.base import BlockLayout, ExpertShape, TensorSpec
 from worker.quantization.blocks import block_part, layout_parts
-from worker.quantization.int4_tensors import Int4Layout, Int4Matrix, quantize_int4
+from worker.quantization.int4_tensors import SYMMETRIC_ZERO, Int4Layout, Int4Matrix, quantize_int4
 
 _LINEARS = ("gate_proj", "up_proj", "down_proj")
 
@@ -42,9 +42,21 @@ class Int4:
         """The format of such a checkpoint; ModelLoadError for a variant that cannot be read."""
         return Int4(_layout(quantization_config or {}))
 
-    def with_groups(self, gate_up_group: int, down_group: int) -> Int4:
-        """The same with the inputs per scale that the tensors have."""
-        return Int4(self.layout, gate_up_group, down_group)
+    def fitted(self, shape: ExpertShape, gate_scales: tuple[int, ...], down_scales: tuple[int, ...]) -> Int4:
+        """The same with the group sizes that the scales' shapes [O, G] or [G, O] show, gate's and down's: group size
+        is a property of the tensor. ModelLoadError for a size that is none of 32, 64, 128 and the whole row."""
+        found = []
+        for columns, sizes in ((shape.hidden_size, gate_scales), (shape.intermediate_size, down_scales)):
+            groups = self.layout.num_groups(sizes)
+            fitting = [
+                g for g in (self.layout.group_of(columns), 32, 64, 128, columns) if -(-columns // g) == groups
+            ]
+            if not fitting:
+                raise ModelLoadError(
+                    f"int4 experts: {groups} scales for {columns} inputs are groups of no known size"
+                )
+            found.append(fitting[0])
+        return Int4(self.layout, *found)
 
     def groups(self, shape: ExpertShape) -> tuple[int, int]:
         """Inputs per scale in gate and up, and in down."""
@@ -163,6 +175,31 @@ class Int4:
                 matrix = Int4Matrix(shifted.clamp_max(15), matrix.scales, raised - 1, None)
             found |= {f"{name}.{suffix}": tensor for suffix, tensor in self.layout.write(matrix).items()}
         return found
+
+    def linear_suffixes(self) -> tuple[str, ...]:
+        """What a dense linear is made of."""
+        return self.layout.suffixes()
+
+    def linear_shape(self, suffix: str, shape: tuple[int, ...]) -> tuple[int, int]:
+        """By the shape of the packed values."""
+        return self.layout.matrix_shape(shape)
+
+    def dequantize_linear(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """A dense linear's float32 weight, inputs in the model's order."""
+        rows, columns = self.layout.matrix_shape(tuple(tensors[self.layout.suffixes()[0]].shape))
+        matrix = self.layout.read(tensors, rows, columns)
+        groups = matrix.scales.shape[1]
+        groups_of = torch.arange(columns, device=matrix.values.device) // self.layout.group_of(columns)
+        if matrix.groups_of is not None:
+            groups_of = matrix.groups_of.long()
+        elif int(groups_of[-1]) + 1 != groups:
+            raise ModelLoadError(
+                f"an int4 weight [{rows}, {columns}] has {groups} groups, not one per {self.layout.group}"
+            )
+        zeros: torch.Tensor | int = SYMMETRIC_ZERO
+        if matrix.zeros is not None:
+            zeros = matrix.zeros.int()[:, groups_of] + self.layout.zero_offset
+        return (matrix.values.int() - zeros).float() * matrix.scales.float()[:, groups_of]
 
     def dequantize(self, block: torch.Tensor, shape: ExpertShape) -> tuple[torch.Tensor, torch.Tensor]:
         """float32 rows, inputs of gate and up in the model's order (those of down in that of gate's rows)."""

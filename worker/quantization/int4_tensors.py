@@ -83,6 +83,20 @@ class Int4Layout:
         """The tensor whose shape says how many groups there are."""
         return "weight_scale" if self.style == "compressed-tensors" else "scales"
 
+    def suffixes(self) -> tuple[str, ...]:
+        """Every tensor that a matrix may be made of; the first is there in every one."""
+        if self.style == "compressed-tensors":
+            return "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"
+        return "qweight", "qzeros", "scales", "g_idx"
+
+    def matrix_shape(self, packed_shape: tuple[int, ...]) -> tuple[int, int]:
+        """[rows, columns] by the shape of the packed values (columns filled up to whole words)."""
+        if self.style == "compressed-tensors":
+            return packed_shape[0], 8 * packed_shape[1]
+        if self.style == "awq":
+            return 8 * packed_shape[1], packed_shape[0]
+        return packed_shape[1], 8 * packed_shape[0]
+
     def num_groups(self, scales_shape: tuple[int, ...]) -> int:
         """Groups per row by the shape of the scales."""
         return scales_shape[-1] if self.style == "compressed-tensors" else scales_shape[0]

@@ -178,4 +178,11 @@ FAULTS = [
         new="    if inputs.num_running < 0:",
         tests=(f"{_TESTS}/test_autoscaling.py::test_desired_replicas",),
     ),
+    Fault(
+        "the wish to shrink is taken back before the target follows",
+        _SCALING,
+        old='{calm_s:.0f} s", since_s, target)',
+        new='{calm_s:.0f} s", inputs.now_s, target)',
+        tests=(f"{_TESTS}/test_autoscaling.py::test_the_wish_to_shrink_stands_until_the_target_follows",),
+    ),
 ]

@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 
 METRICS = ("retraction_rate", "queue_wait_s", "active_share", "headroom_share")
 CALM_SINCE = "headroom_calm_since_s"
-"""Key of this policy in Serve's policy state."""
+CALM_TARGET = "headroom_calm_target"
+"""Keys of this policy in Serve's policy state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ class ScalingInputs:
         num_requests: requests in handles and replicas, as Serve counts them.
         readings: of the running replicas, in any order; those without metrics may be left out.
         last_up_s: when the target last grew; None if never.
-        calm_since_s: this policy's memory: since when it has been calm; None if it is not.
+        calm_since_s, calm_target: this policy's memory: since when it has been calm at which target; None if not.
     """
 
     now_s: float
@@ -94,6 +95,7 @@ class ScalingInputs:
     readings: Sequence[ReplicaReading] = ()
     last_up_s: float | None = None
     calm_since_s: float | None = None
+    calm_target: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +105,14 @@ class ScalingDecision:
     target: int
     reason: str
     calm_since_s: float | None = None
+    calm_target: int | None = None
 
 
 def desired_replicas(inputs: ScalingInputs, rules: ScalingRules) -> ScalingDecision:
     """The number of replicas there should be, within the bounds."""
     decision = _decide(inputs, rules)
     bounded = min(inputs.maximum, max(inputs.minimum, decision.target))
-    return ScalingDecision(bounded, decision.reason, decision.calm_since_s)
+    return ScalingDecision(bounded, decision.reason, decision.calm_since_s, decision.calm_target)
 
 
 def _decide(inputs: ScalingInputs, rules: ScalingRules) -> ScalingDecision:
@@ -130,11 +133,15 @@ def _decide(inputs: ScalingInputs, rules: ScalingRules) -> ScalingDecision:
         return ScalingDecision(more, cause)
     if not _is_calm(inputs, rules):
         return ScalingDecision(target, "in balance")
-    since_s = inputs.now_s if inputs.calm_since_s is None else inputs.calm_since_s
+    # Counted anew at each target. The wish to shrink stands until the target follows: Serve obeys it only after a
+    # delay in which it did not change.
+    known = inputs.calm_since_s is not None and inputs.calm_target == target
+    since_s = inputs.calm_since_s if known and inputs.calm_since_s is not None else inputs.now_s
     hold_s = rules.zero_hold_s if target == 1 else rules.down_hold_s
-    if target <= max(inputs.minimum, 0) or inputs.now_s - since_s < hold_s:
-        return ScalingDecision(target, "calm", since_s)
-    return ScalingDecision(target - 1, f"calm for {inputs.now_s - since_s:.0f} s", inputs.now_s)
+    calm_s = inputs.now_s - since_s
+    if target <= max(inputs.minimum, 0) or calm_s < hold_s:
+        return ScalingDecision(target, "calm", since_s, target)
+    return ScalingDecision(target - 1, f"calm for {calm_s:.0f} s", since_s, target)
 
 
 def _pressure(readings: Sequence[ReplicaReading], rules: ScalingRules) -> tuple[float, str]:
@@ -216,7 +223,7 @@ class ScalingPolicy:
             retractions_high, queue_wait_high_s, active_high, headroom_low, active_low, headroom_high,
             up_factor, cool_down_s, down_hold_s, zero_hold_s,
         )  # fmt: skip
-        self._last_target = 1
+        self._last_target = self._last_wish = 1
         self._last_error = ""
 
     def __call__(self, ctx: Any) -> tuple[int, dict[str, Any]]:
@@ -226,12 +233,12 @@ class ScalingPolicy:
             self._last_target = int(ctx.target_num_replicas)
             state = dict(ctx.policy_state or {})
             decision = desired_replicas(inputs_of(ctx, state), self._rules)
-            if decision.target != ctx.target_num_replicas:
+            if decision.target not in (ctx.target_num_replicas, self._last_wish):  # ten times a second
                 logger.info(
                     "replicas %d -> %d: %s", ctx.target_num_replicas, decision.target, decision.reason
                 )
-            state[CALM_SINCE] = decision.calm_since_s
-            self._last_target = decision.target
+            state[CALM_SINCE], state[CALM_TARGET] = decision.calm_since_s, decision.calm_target
+            self._last_target = self._last_wish = decision.target
         except Exception as error:
             if repr(error) != self._last_error:  # ten calls a second: say it once
                 self._last_error = repr(error)
@@ -262,6 +269,7 @@ def inputs_of(ctx: Any, state: Mapping[str, Any]) -> ScalingInputs:
         readings=tuple(readings),
         last_up_s=ctx.last_scale_up_time,
         calm_since_s=state.get(CALM_SINCE),
+        calm_target=state.get(CALM_TARGET),
     )
 
 

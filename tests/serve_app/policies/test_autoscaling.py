@@ -13,6 +13,7 @@ import pytest
 from memory.api import Headroom
 from serve_app.policies.autoscaling import (
     CALM_SINCE,
+    CALM_TARGET,
     METRICS,
     ReplicaReading,
     ScalingInputs,
@@ -46,7 +47,7 @@ def inputs(target: int, *readings: ReplicaReading, **changes: Any) -> ScalingInp
         num_requests=5.0,
         readings=readings,
     )
-    return replace(plain, **changes)
+    return replace(plain, calm_target=target, **changes)
 
 
 @pytest.mark.parametrize(
@@ -106,17 +107,40 @@ def test_pressure_ends_the_calm() -> None:
     assert desired_replicas(inputs(2, CALM, CALM, calm_since_s=990.0), RULES).calm_since_s == 990.0
 
 
+def test_calm_counts_anew_at_each_target() -> None:
+    given = replace(inputs(3, CALM, CALM, CALM, calm_since_s=0.0), calm_target=4)
+    decision = desired_replicas(given, RULES)
+    assert (decision.target, decision.calm_since_s, decision.calm_target) == (3, 1_000.0, 3)
+
+
+def test_the_wish_to_shrink_stands_until_the_target_follows() -> None:
+    """Serve obeys only a decision that did not change for its own delay."""
+    given = inputs(3, CALM, CALM, CALM, calm_since_s=930.0)
+    for _ in range(50):
+        decision = desired_replicas(given, RULES)
+        assert decision.target == 2
+        given = replace(
+            given,
+            now_s=given.now_s + 0.1,
+            calm_since_s=decision.calm_since_s,
+            calm_target=decision.calm_target,
+        )
+
+
 def test_a_burst_goes_up_in_two_steps_and_comes_down_one_by_one() -> None:
-    target, running, last_up, calm, seen = 1, 1, None, None, [1]
+    target, running, last_up, seen = 1, 1, None, [1]
+    calm: tuple[float | None, int | None] = (None, None)
     for now in range(0, 600):
         reading = ReplicaReading(3.0 / running, 1.0, 1.0, 0.1) if now < 60 else CALM
-        decision = desired_replicas(
-            inputs(target, *[reading] * running, num_running=running, now_s=float(now), last_up_s=last_up,
-                   calm_since_s=calm, maximum=4),
-            RULES,
-        )  # fmt: skip
+        given = replace(
+            inputs(target, *[reading] * running, now_s=float(now), last_up_s=last_up, maximum=4),
+            num_running=running,
+            calm_since_s=calm[0],
+            calm_target=calm[1],
+        )
+        decision = desired_replicas(given, RULES)
         last_up = float(now) if decision.target > target else last_up
-        target, calm = decision.target, decision.calm_since_s
+        target, calm = decision.target, (decision.calm_since_s, decision.calm_target)
         if now % 5 == 0:  # loading takes up to five seconds, leaving none
             running = target
         running = min(running, target)
@@ -163,7 +187,7 @@ def test_the_policy_keeps_its_memory_and_others_in_serves_state() -> None:
     calm = metrics(a=(0.0, 0.0, 0.1, 0.9), b=(0.0, 0.0, 0.1, 0.9))
     context = Context(2, ["a", "b"], calm, policy_state={"serve": 7})
     target, state = policy(context)
-    assert (target, state) == (2, {"serve": 7, CALM_SINCE: 1_000.0})
+    assert (target, state) == (2, {"serve": 7, CALM_SINCE: 1_000.0, CALM_TARGET: 2})
     context.policy_state, context.current_time = state, 1_031.0
     assert policy(context)[0] == 1
 

@@ -8,16 +8,14 @@ the slowest tenth, over steps in which every row decodes one token; page grants 
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from benchmarks.report import NOT_APPLICABLE, Conditions, Report, publish, report_parser
 from memory.api import LayerRows, Ledger, PageKind, PageSpec, Row
 from worker.api import GenerateRequest, SamplingParams
 from worker.config import WorkerConfig
@@ -101,22 +99,25 @@ def _turn(
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--json", type=Path, help="also write the figures there")
+    parser = report_parser(__doc__)
     parser.add_argument(
         "--cpu-time", action="store_true", help="count CPU time: for machines with other load"
     )
     options = parser.parse_args()
+    conditions = Conditions(
+        model="three groups of pages: FULL and WINDOW 128 by 64 tokens, STATE",
+        weights=NOT_APPLICABLE,
+        prompts="token ids counted up",
+        cache="no prefix cache",
+        batch="64-1,000 decode rows in lock-step",
+        context=f"{PROMPT_TOKENS - 63}-{PROMPT_TOKENS + 300} tokens",
+        resident=NOT_APPLICABLE,
+    )
     costs = [measure(num_rows, cpu_time=options.cpu_time) for num_rows in (64, 256, 1000)]
-    print("rows  step ms (median)  step ms (p90)  schedule ms  apply ms")
-    for cost in costs:
-        print(
-            f"{cost.num_rows:4d}  {cost.median_ms:16.3f}  {cost.p90_ms:13.3f}"
-            f"  {cost.schedule_ms:11.3f}  {cost.apply_ms:8.3f}"
-        )
-    if options.json is not None:
-        figures = {f"step_ms_{cost.num_rows}": cost.median_ms for cost in costs}
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    clock = "CPU time of the thread" if options.cpu_time else "wall time"
+    publish(
+        Report("scheduler_cost", conditions, tuple(asdict(cost) for cost in costs), (clock,)), options.json
+    )
 
 
 if __name__ == "__main__":

@@ -8,14 +8,13 @@ in WINDOW(128) pages) and a recurrent one (Qwen3.5-35B-A3B: 20,480 B a token, 64
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import statistics
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
+from benchmarks.report import hardware, report_parser
 from memory.api import Grant, LayerRows, PageAsk, PageKind, PageSpec, Row
 from memory.ledger.ledger import ArenaLedger
 from memory.ledger.prefix_tree import GroupRule, PrefixTree
@@ -151,8 +150,7 @@ def conditions() -> dict[str, str]:
     """What the figures depend on."""
     return {
         "python": platform.python_version(),
-        "machine": platform.processor() or platform.machine(),
-        "cores": "1",
+        "hardware": f"{hardware()}, of which one is used",
         "geometries": ", ".join(geometry.name for geometry in GEOMETRIES) + " (the slower of the two counts)",
         "steps": f"{NUM_STEPS} decode steps from {PROMPT_TOKENS} tokens a row, pages of {PAGE_TOKENS}, two in flight",
     }
@@ -160,9 +158,7 @@ def conditions() -> dict[str, str]:
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--json", type=Path, help="also write the figures there")
-    options = parser.parse_args()
+    options = report_parser(__doc__).parse_args()
     figures = measure()
     for name, value in figures.items():
         print(f"{name:28s} {value:10.4f}")

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from memory.api import (
     NO_MATCH,
+    PAGE_ALIGN_BYTES,
     Grant,
     Headroom,
     LedgerError,
@@ -45,7 +46,7 @@ class ArenaLedger:
 
     Args:
         specs: the groups of pages; an EXPERT spec gives ``expert_place_bytes`` where that is 0.
-        arena_bytes: bytes of the arena.
+        arena_bytes: bytes of the arena, rounded down to whole lines of PAGE_ALIGN_BYTES.
         expert_place_bytes: step of the expert grid; 0: no experts in the arena.
         floor_places: expert places that page bands never take.
         mode: ``arena``, or ``split`` for fixed shares per kind.
@@ -82,6 +83,7 @@ class ArenaLedger:
         if len(self._specs) != len(specs):
             raise ValueError("two page specs carry one name")
         experts = [spec.page_bytes for spec in specs if spec.kind is PageKind.EXPERT]
+        arena_bytes = arena_bytes // PAGE_ALIGN_BYTES * PAGE_ALIGN_BYTES
         place_bytes = expert_place_bytes or max(experts, default=0)
         pools = arrange(specs, arena_bytes)
         rigid = mode == "split"

@@ -6,7 +6,7 @@ from array import array
 from enum import Enum
 from heapq import heapify, heappop, heappush
 
-from memory.api import LedgerError, PageSpec
+from memory.api import LedgerError, PageKind, PageSpec
 from memory.ledger.specs import Grid
 
 ABSENT, FREE, BOUND, PENDING, TARGET = range(5)
@@ -36,7 +36,7 @@ class PagePool:
         self.spec = spec
         self.anchor = anchor
         self.page_bytes = spec.page_bytes
-        self.grid = Grid.over(arena_bytes, self.page_bytes, ends_at_end=anchor is Anchor.HIGH)
+        self.grid = Grid.over(arena_bytes, self.page_bytes, ends_at_end=spec.kind is PageKind.FULL)
         self.first = self.last = self.grid.num_pages if anchor is Anchor.HIGH else 0
         self.state = bytearray(self.grid.num_pages)
         self.owner = array("q", [-1]) * self.grid.num_pages

@@ -12,7 +12,7 @@ from memory.api import LayerRows, PageKind, PageSpec, Row
 class Grid:
     """A kind's pages over the whole buffer: page ``p`` lies at ``anchor_bytes + p * page_bytes``.
 
-    The grid of the kind at the high end ends exactly at the arena's end; all others begin at byte 0.
+    A FULL grid ends exactly at the arena's end; all others begin at byte 0.
     """
 
     anchor_bytes: int

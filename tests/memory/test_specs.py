@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from memory.api import LayerRows, PageKind, Row
+from memory.api import Grant, LayerRows, PageAsk, PageKind, Row
+from memory.ledger.ledger import ArenaLedger
 from memory.ledger.specs import (
     Grid,
     attention_spec,
@@ -79,6 +80,22 @@ def test_blocks_are_aligned_apart_and_grouped_by_layer() -> None:
 
 def test_an_expert_place_is_the_block_rounded_up() -> None:
     assert expert_spec("expert", 2_433_000).page_bytes == 2_433_024
+
+
+def test_every_full_group_has_a_grid_that_ends_with_the_arena() -> None:
+    """As the device lays its views out, also when two FULL groups share an arena."""
+    both = [attention_spec(name, [layer], 3, 10, "float16", 16) for layer, name in enumerate(("a", "b"))]
+    for ledger in (ArenaLedger([*both, window_spec(16, 40)], 10_000 * 7), ArenaLedger(both, 10_000 * 7)):
+        arena_bytes = ledger.headroom().arena_bytes
+        assert arena_bytes == 70_000 // 128 * 128
+        for name, grid in ledger.grids.items():
+            assert grid.anchor_bytes == (0 if name == "window" else arena_bytes % grid.page_bytes)
+        ledger.begin_step(1, 0)
+        count = 0
+        while isinstance(ledger.grant(PageAsk(count, 40)), Grant):
+            count += 1
+        assert count >= 4
+        ledger.audit()
 
 
 def test_the_high_grid_ends_at_the_arenas_end() -> None:

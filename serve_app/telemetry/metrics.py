@@ -115,6 +115,15 @@ ROUTER_METRICS = (
 TABLE = (*ROUTER_METRICS, *WORKER_GAUGES, *WORKER_COUNTERS)
 
 
+_UNITS = {"s": "_seconds", "By": "_bytes", "": ""}
+
+
+def exposed_name(metric: Metric) -> str:
+    """The name under which Prometheus sees a metric (a histogram's series add ``_bucket``, ``_sum``, ``_count``)."""
+    name = metric.name.replace(".", "_") + _UNITS[metric.unit]
+    return name + "_total" if metric.kind == "counter" else name
+
+
 @dataclass(frozen=True)
 class RouterFacts:
     """What the gauges ask for at a scrape."""

@@ -105,6 +105,12 @@ CASES = [
         "</function>\n</tool_call>",
         calls=(("other", {"a": [1, {"b": None}], "c": "no json"}),),
     ),
+    Case(
+        "qwen3_xml",
+        PLAIN,
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\n75001\n</parameter>\n</function>\n</tool_call>",
+        calls=(("get_weather", {"city": "75001"}),),
+    ),
     Case("qwen3_xml", PLAIN, "<tool_call>\nfunction\n</tool_call>", "<tool_call>\nfunction\n</tool_call>"),
     Case("harmony", "<|start|>assistant", "<|channel|>final<|message|>Hello.", "Hello."),
     Case(

@@ -39,8 +39,8 @@ class Limits:
         deterministic: chunks end only at multiples of CHECKPOINT_TOKENS, the output of a request that was sent back is
             computed again token by token, and no output is shared, since a prompt would be computed another way.
         prefix_cache: whether prefixes are looked up and kept.
-        checkpoint_tokens: with STATE or WINDOW, how far apart checkpoints are offered at least, besides the prompt's
-            end, which is always offered.
+        checkpoint_tokens: how far apart a row is offered to the prefix cache at least, besides the prompt's end, which
+            always is.
         seed: of requests that name none.
     """
 
@@ -231,12 +231,16 @@ class Scheduler:
 
     def _next_checkpoint(self, slot: int) -> int:
         """The token count from which on the row is next offered to the prefix cache, 0 for never."""
-        computed = int(self.rows.num_computed[slot])
-        end = last_checkpoint(len(self.rows.occupant(slot).prefill), self._align)
-        if not self._bundled or self.limits.deterministic:
-            return end if computed < end else 0
+        rows, deterministic = self.rows, self.limits.deterministic
+        computed, prefill = int(rows.num_computed[slot]), len(rows.occupant(slot).prefill)
+        end = last_checkpoint(
+            min(prefill, int(rows.num_prompt[slot])) if deterministic else prefill, self._align
+        )
         spaced = computed + max(self._align, self.limits.checkpoint_tokens)
-        return min(end, spaced) if computed < end else spaced
+        if computed < end:
+            return min(end, spaced)
+        # Pages of an output go to the cache when it ends; a state that is not kept on the way is lost.
+        return spaced if self._bundled and not deterministic else 0
 
     def _with_room(self, slots: IntArray) -> IntArray:
         """Those of the decode rows that have room for one more token, asked for in order of arrival."""

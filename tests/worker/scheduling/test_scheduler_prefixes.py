@@ -133,3 +133,14 @@ def test_long_prompts_are_kept_at_chunk_ends_and_not_cut_for_it() -> None:
     desk.finish()
     assert [cached(desk, f"to {end}") for end in (300, 500, 700, 990)] == [0, 320, 640, 960]
     desk.check_answers()
+
+
+def test_a_long_prompt_is_shared_while_it_is_still_computed() -> None:
+    desk = make_desk(FULL, max_step_tokens=320)
+    prompt = tuple(number % 200 for number in range(3000))
+    desk.ask("long", prompt, max_tokens=1, ignore_eos=True)
+    desk.step(5)
+    assert not desk.tokens("long")
+    assert desk.ledger.match(prompt[:1500]).num_tokens == 1280, "what the steps before this one computed"
+    desk.finish()
+    desk.check_answers()

@@ -2,46 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
+
 import torch
 
+from kernels._native import ops as native
 from kernels._reference import attention as reference
-from kernels._reference.attention import DecodePages
-
-__all__ = ["DecodePages", "decode_pages", "paged_decode", "paged_prefill_row"]
 
 
-def decode_pages(
-    tables: torch.Tensor, first_page: torch.Tensor, kv_len: torch.Tensor, page_tokens: int, window: int | None
-) -> DecodePages:
-    """The pages that decode rows read, prepared once per step for all layers of a group.
+@dataclass(frozen=True)
+class DecodePages:
+    """The pages that decode rows read: prepared once per step for all layers of a group.
 
-    Args:
+    Attributes:
         tables: [rows, max_pages] int64 physical pages, -1 beyond a row's pages.
-        first_page: [rows] logical page of column 0.
-        kv_len: [rows] tokens visible to the row's query, itself included, before the window cuts.
+        first_page: [rows] int32 logical page of column 0.
+        kv_len: [rows] int32 tokens visible to the row's query, itself included, before the window cuts.
+        max_kv_len: host int, the largest of them.
+        page_tokens: entries per page.
         window: how many of the last tokens a query sees, or None.
     """
-    num_rows = tables.shape[0]
-    first_token = torch.zeros_like(kv_len) if window is None else (kv_len - window).clamp_(min=0)
-    low, high = first_token // page_tokens - first_page, (kv_len - 1) // page_tokens - first_page
-    column = torch.arange(tables.shape[1], device=tables.device)
-    used = (column >= low.unsqueeze(1)) & (column <= high.unsqueeze(1))
-    row, table_column = used.nonzero(as_tuple=True)
-    start = (first_page.index_select(0, row) + table_column) * page_tokens
-    position = start.unsqueeze(1) + torch.arange(page_tokens, device=tables.device)
-    hidden = (position >= kv_len[row].unsqueeze(1)) | (position < first_token[row].unsqueeze(1))
-    num_pages = high - low + 1
-    most = int(num_pages.max())
-    return DecodePages(
-        page=tables[row, table_column],
-        row=row,
-        column=table_column - low.index_select(0, row),
-        hidden=hidden.view(-1, 1, 1, page_tokens),
-        edge=hidden.any(1).nonzero().squeeze(1),
-        num_rows=num_rows,
-        num_columns=most,
-        even=row.numel() == most * num_rows,
-    )
+
+    tables: torch.Tensor
+    first_page: torch.Tensor
+    kv_len: torch.Tensor
+    max_kv_len: int
+    page_tokens: int
+    window: int | None
+
+    @cached_property
+    def listed(self) -> reference.ListedPages:
+        """The pages one behind the other, as the plain torch twin reads them."""
+        return reference.list_pages(self.tables, self.first_page, self.kv_len, self.page_tokens, self.window)
 
 
 def paged_decode(
@@ -62,7 +55,24 @@ def paged_decode(
         sinks: [heads] logits that join the softmax denominator only, or None.
         out: [rows, heads, dim], filled.
     """
-    reference.paged_decode(query, key_pages, value_pages, pages, scale, sinks, out)
+    side_by_side = query.stride(1) == query.shape[2] and key_pages.stride(3) == value_pages.stride(3) == 1
+    if native.serves(query) and native.serves(key_pages) and side_by_side and out.is_contiguous():
+        most = pages.max_kv_len if pages.window is None else min(pages.max_kv_len, pages.window)
+        native.paged_decode(
+            query,
+            key_pages,
+            value_pages,
+            pages.tables,
+            pages.first_page,
+            pages.kv_len,
+            most,
+            pages.window,
+            scale,
+            sinks,
+            out,
+        )
+        return
+    reference.paged_decode(query, key_pages, value_pages, pages.listed, scale, sinks, out)
 
 
 def paged_prefill_row(

@@ -2,12 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
+
 import torch
 
+from kernels._native import ops as native
+from kernels._native.library import Bank
 from kernels._reference import moe as reference
-from kernels._reference.moe import Activation, ExpertBank
+from kernels.pointwise import GatedActivation
 
-__all__ = ["Activation", "ExpertBank", "route", "run_experts"]
+
+@dataclass(frozen=True)
+class ExpertBank:
+    """All experts of one layer, resident, both projections transposed, so that a token's row times a weight row adds
+    up in registers.
+
+    Attributes:
+        gate_up: [experts, H, 2 * I], gate before up; down: [experts, I, H].
+        gate_up_bias: [experts, 2 * I] or None; down_bias: [experts, H] or None.
+        activation: what stands between the projections.
+    """
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+    activation: GatedActivation
+
+    @cached_property
+    def native(self) -> Bank:
+        """The bank as the compiled kernels read it."""
+        act = self.activation
+        return native.make_bank(
+            self.gate_up, self.down, self.gate_up_bias, self.down_bias, act.limit, act.alpha
+        )
 
 
 def route(
@@ -22,6 +51,8 @@ def route(
     Returns:
         weights [tokens, experts_per_token] float32 and experts [tokens, experts_per_token] int64, best first.
     """
+    if native.serves(logits) and logits.stride(1) == 1:
+        return native.route(logits, experts_per_token, renormalise)
     return reference.route(logits, experts_per_token, renormalise)
 
 
@@ -38,4 +69,6 @@ def run_experts(
     Returns:
         [tokens, H] in x's dtype.
     """
+    if native.serves(x) and native.serves(bank.down) and x.shape[0] <= native.MAX_EXPERT_TOKENS:
+        return native.run_experts(x.contiguous(), weights.contiguous(), experts.contiguous(), bank.native)
     return reference.run_experts(x, weights, experts, bank)

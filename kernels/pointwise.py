@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
+from kernels._native import ops as native
 from kernels._reference import pointwise as reference
 
 
@@ -13,11 +16,15 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
     ``weight`` broadcasts against x ([dim], or [heads, dim] for one weight per head). A zero-centred norm passes
     ``1 + w``, kept in float32.
     """
+    if native.serves(x) and native.can_normalise(x, weight):
+        return native.rms_norm(x, weight, eps)
     return reference.rms_norm(x, weight, eps)
 
 
 def l2_norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     """``x / sqrt(sum(x^2) + eps)`` over the last dim."""
+    if native.serves(x) and native.can_normalise(x, None):
+        return native.l2_norm(x, eps)
     return reference.l2_norm(x, eps)
 
 
@@ -28,6 +35,8 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
         x: [tokens, heads, dim], dim >= 2 n; dims from 2 n on stay as they are.
         cos, sin: [tokens, n] in x's dtype or wider.
     """
+    if native.serves(x) and native.serves(cos) and x.stride(1) == x.shape[2]:
+        return native.rotate(x, cos.contiguous(), sin.contiguous())
     return reference.rotate(x, cos, sin)
 
 
@@ -36,7 +45,16 @@ def silu_and_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return reference.silu_and_mul(gate, up)
 
 
-def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float, alpha: float) -> torch.Tensor:
-    """The gated activation of GPT-OSS: ``(clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g)`` with
-    ``g = min(gate, limit)``."""
-    return reference.clamped_swiglu(gate, up, limit, alpha)
+@dataclass(frozen=True, slots=True)
+class GatedActivation:
+    """What stands between an expert's projections: ``silu(gate) * up``; or with a ``limit`` above 0 that of GPT-OSS,
+    ``(clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g)`` with ``g = min(gate, limit)``."""
+
+    limit: float = 0.0
+    alpha: float = 1.0
+
+    def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """Same shapes in and out; the inputs are left as they are."""
+        if self.limit:
+            return reference.clamped_swiglu(gate, up, self.limit, self.alpha)
+        return silu_and_mul(gate, up)

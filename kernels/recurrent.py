@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from kernels._native import ops as native
 from kernels._reference import recurrent as reference
 from kernels._reference.recurrent import CHUNK_TOKENS, ChunkLayout
 
@@ -68,6 +69,9 @@ def delta_rule_step(
     Returns:
         [rows, v_heads, d_v].
     """
+    side_by_side = query.stride(1) == key.stride(1) == query.shape[2] and value.stride(1) == value.shape[2]
+    if native.serves(query) and side_by_side and state_pages[0].is_contiguous():
+        return native.delta_rule_step(query, key, value, decay, beta, state_pages, page)
     return reference.delta_rule_step(query, key, value, decay, beta, state_pages, page)
 
 
@@ -104,6 +108,9 @@ def causal_conv_step(
         x: [rows, channels]; weight: [width, channels], the last column meets the newest token.
         state_pages: [pages, width - 1, channels] strided view; page[r] holds row r's columns before x, and is shifted.
     """
+    plain = x.stride(1) == 1 and weight.is_contiguous() and state_pages[0].is_contiguous()
+    if native.serves(x) and native.serves(state_pages) and plain:
+        return native.causal_conv_step(x, weight, state_pages, page)
     return reference.causal_conv_step(x, weight, state_pages, page)
 
 

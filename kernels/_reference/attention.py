@@ -12,7 +12,7 @@ QUERY_TILE = 256
 
 
 @dataclass(frozen=True, slots=True)
-class DecodePages:
+class ListedPages:
     """The pages that decode rows read, one behind the other: ``page`` [n] physical id, ``row`` [n] its row,
     ``column`` [n] its place among the row's pages, ``hidden`` [n, 1, 1, page_tokens] entries no query may see,
     ``edge`` the pages that have such entries. ``num_columns`` is the most pages of a row, ``even`` whether all rows
@@ -28,11 +28,36 @@ class DecodePages:
     even: bool
 
 
+def list_pages(
+    tables: torch.Tensor, first_page: torch.Tensor, kv_len: torch.Tensor, page_tokens: int, window: int | None
+) -> ListedPages:
+    """Lists the pages that queries see, row by row; arguments as in :class:`kernels.attention.DecodePages`."""
+    first_token = torch.zeros_like(kv_len) if window is None else (kv_len - window).clamp_(min=0)
+    low, high = first_token // page_tokens - first_page, (kv_len - 1) // page_tokens - first_page
+    column = torch.arange(tables.shape[1], device=tables.device)
+    used = (column >= low.unsqueeze(1)) & (column <= high.unsqueeze(1))
+    row, table_column = used.nonzero(as_tuple=True)
+    start = (first_page.index_select(0, row) + table_column) * page_tokens
+    position = start.unsqueeze(1) + torch.arange(page_tokens, device=tables.device)
+    hidden = (position >= kv_len[row].unsqueeze(1)) | (position < first_token[row].unsqueeze(1))
+    most = int((high - low).max()) + 1
+    return ListedPages(
+        page=tables[row, table_column],
+        row=row,
+        column=table_column - low.index_select(0, row),
+        hidden=hidden.view(-1, 1, 1, page_tokens),
+        edge=hidden.any(1).nonzero().squeeze(1),
+        num_rows=tables.shape[0],
+        num_columns=most,
+        even=row.numel() == most * tables.shape[0],
+    )
+
+
 def paged_decode(
     query: torch.Tensor,
     key_pages: torch.Tensor,
     value_pages: torch.Tensor,
-    pages: DecodePages,
+    pages: ListedPages,
     scale: float,
     sinks: torch.Tensor | None,
     out: torch.Tensor,
@@ -57,13 +82,13 @@ def paged_decode(
     out.copy_(total)
 
 
-def _hide_stale_rows(value: torch.Tensor, pages: DecodePages) -> None:
+def _hide_stale_rows(value: torch.Tensor, pages: ListedPages) -> None:
     # Weight zero times a stale NaN is NaN, so entries nobody may see must be zero and not only masked.
     hidden = pages.hidden.index_select(0, pages.edge).transpose(-1, -2)
     value.index_copy_(0, pages.edge, value.index_select(0, pages.edge).masked_fill_(hidden, 0.0))
 
 
-def _softmax_over_pages(scores: torch.Tensor, pages: DecodePages, sinks: torch.Tensor | None) -> torch.Tensor:
+def _softmax_over_pages(scores: torch.Tensor, pages: ListedPages, sinks: torch.Tensor | None) -> torch.Tensor:
     """Softmax of [n, kv_heads, group, page_tokens] over all pages of a row."""
     _, kv_heads, group, page_tokens = scores.shape
     shape = (pages.num_rows, pages.num_columns, kv_heads, group, page_tokens)

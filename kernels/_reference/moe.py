@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Protocol
 
 import torch
-import torch.nn.functional as F
-
-Activation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertBank:
-    """All experts of one layer, resident: gate above up, down transposed.
+class Experts(Protocol):
+    """What :class:`kernels.moe.ExpertBank` holds."""
 
-    Attributes:
-        gate_up: [experts, 2 * I, H]; down: [experts, I, H].
-        gate_up_bias: [experts, 2 * I] or None; down_bias: [experts, H] or None.
-        activation: (gate, up) -> hidden.
-    """
-
-    gate_up: torch.Tensor
-    down: torch.Tensor
-    gate_up_bias: torch.Tensor | None
-    down_bias: torch.Tensor | None
-    activation: Activation
+    @property
+    def gate_up(self) -> torch.Tensor: ...
+    @property
+    def down(self) -> torch.Tensor: ...
+    @property
+    def gate_up_bias(self) -> torch.Tensor | None: ...
+    @property
+    def down_bias(self) -> torch.Tensor | None: ...
+    def activation(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor: ...
 
 
 def route(
@@ -41,53 +34,8 @@ def route(
     return weights, experts
 
 
-def run_experts(
-    x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, bank: ExpertBank
-) -> torch.Tensor:
-    """Weighted sum of the chosen experts' outputs; picks the cheapest of three ways to compute the same sum."""
-    num_tokens, per_token = experts.shape
-    num_experts, inner, hidden_size = bank.down.shape
-    if num_tokens == 1:
-        return _gathered(x, weights, experts, bank)
-    if 2 * num_tokens * per_token >= num_experts and num_tokens * inner * hidden_size <= _DENSE_PRODUCT:
-        return _dense(x, weights, experts, bank)
-    return _sorted(x, weights, experts, bank)
-
-
-_DENSE_PRODUCT = 1 << 18
-"""tokens * I * H up to which every expert for every token in two products beats a product per chosen expert (measured
-on a CPU with 32 experts of 32 x 256: they meet at 32 tokens)."""
-
-
-def _gathered(
-    x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, bank: ExpertBank
-) -> torch.Tensor:
-    """One token: the chosen experts' weights are copied together and multiplied as one matrix."""
-    chosen = experts[0]
-    both = F.linear(x, bank.gate_up.index_select(0, chosen).flatten(0, 1)).view(len(chosen), -1)
-    if bank.gate_up_bias is not None:
-        both = both + bank.gate_up_bias.index_select(0, chosen)
-    gate, up = both.chunk(2, -1)
-    hidden = bank.activation(gate, up) * weights.to(x.dtype).t()
-    out = torch.mm(hidden.view(1, -1), bank.down.index_select(0, chosen).flatten(0, 1))
-    return _add_down_bias(out, weights, experts, bank)
-
-
-def _dense(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, bank: ExpertBank) -> torch.Tensor:
-    """A middling number of tokens: every expert for every token in two large products, unchosen ones weigh zero."""
-    num_experts, double, hidden_size = bank.gate_up.shape
-    both = torch.mm(x, bank.gate_up.view(-1, hidden_size).t()).view(-1, num_experts, double)
-    if bank.gate_up_bias is not None:
-        both = both.add_(bank.gate_up_bias)
-    gate, up = both.chunk(2, -1)
-    scatter = x.new_zeros(x.shape[0], num_experts).scatter_(1, experts, weights.to(x.dtype))
-    hidden = bank.activation(gate, up).mul_(scatter.unsqueeze(-1))
-    out = torch.mm(hidden.view(x.shape[0], -1), bank.down.view(-1, hidden_size))
-    return _add_down_bias(out, weights, experts, bank)
-
-
-def _sorted(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, bank: ExpertBank) -> torch.Tensor:
-    """Many tokens: (token, expert) pairs sorted by expert, one product per expert over its run."""
+def run_experts(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, bank: Experts) -> torch.Tensor:
+    """See the face. (token, expert) pairs are sorted by expert, with one product per expert over its run."""
     per_token = experts.shape[1]
     flat = experts.flatten()
     order = flat.argsort(stable=True)
@@ -99,7 +47,7 @@ def _sorted(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, bank:
         if count == 0:
             continue
         run = slice(start, start + count)
-        both = torch.mm(rows[run], bank.gate_up[expert].t())
+        both = torch.mm(rows[run], bank.gate_up[expert])
         if bank.gate_up_bias is not None:
             both = both.add_(bank.gate_up_bias[expert])
         gate, up = both.chunk(2, -1)
@@ -111,7 +59,7 @@ def _sorted(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, bank:
 
 
 def _add_down_bias(
-    out: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, bank: ExpertBank
+    out: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, bank: Experts
 ) -> torch.Tensor:
     if bank.down_bias is None:
         return out

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from kernels.attention import decode_pages, paged_decode, paged_prefill_row
+from kernels.attention import DecodePages, paged_decode, paged_prefill_row
 
 SHAPES = [(4, 2, 16), (6, 2, 24), (8, 1, 64), (3, 3, 8)]
 
@@ -63,7 +63,12 @@ class PagedRows:
                 self.key_pages[page, : stop - start] = self.key[row][start:stop]
                 self.value_pages[page, : stop - start] = self.value[row][start:stop]
 
+    def decode_pages(self, window: int | None) -> DecodePages:
+        most = int(self.kv_len.max())
+        return DecodePages(self.tables, self.first_page, self.kv_len, most, self.key_pages.shape[1], window)
 
+
+@pytest.mark.usefixtures("twins")
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("with_sinks", [False, True])
@@ -75,7 +80,7 @@ def test_decode_reads_exactly_the_visible_tokens(
     query = torch.randn(len(lengths), heads, dim)
     sinks = torch.randn(heads) if with_sinks else None
     out = torch.full_like(query, math.nan)
-    pages = decode_pages(rows.tables, rows.first_page, rows.kv_len, 16, window)
+    pages = rows.decode_pages(window)
     paged_decode(query, rows.key_pages, rows.value_pages, pages, dim**-0.5, sinks, out)
     for i in range(len(lengths)):
         expected = dense_attention(query[i : i + 1], rows.key[i], rows.value[i], window, dim**-0.5, sinks)
@@ -117,7 +122,7 @@ def test_a_chunk_sees_its_own_past_and_nothing_else(
 
 def test_keys_in_bfloat16_serve_float32_queries() -> None:
     rows = PagedRows([40, 21], 2, 16, 16, None)
-    pages = decode_pages(rows.tables, rows.first_page, rows.kv_len, 16, None)
+    pages = rows.decode_pages(None)
     query, out = torch.randn(2, 4, 16), torch.full((2, 4, 16), math.nan)
     paged_decode(query, rows.key_pages.bfloat16(), rows.value_pages.bfloat16(), pages, 0.25, None, out)
     for i in range(2):

@@ -10,9 +10,10 @@ import torch
 from kernels.kv import write_kv
 from kernels.mxfp4 import dequantize_mxfp4
 from kernels.pages import copy_pages, zero_pages
-from kernels.pointwise import clamped_swiglu, l2_norm, rms_norm, rotate, silu_and_mul
+from kernels.pointwise import GatedActivation, l2_norm, rms_norm, rotate, silu_and_mul
 
 
+@pytest.mark.usefixtures("twins")
 @pytest.mark.parametrize("shape", [(1, 7), (5, 256), (3, 4, 33)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -29,16 +30,19 @@ def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     assert torch.equal(x, kept)
 
 
+@pytest.mark.usefixtures("twins")
 def test_norms_of_zeros_are_zeros() -> None:
     assert rms_norm(torch.zeros(2, 8), torch.ones(8), 1e-6).eq(0).all()
     assert l2_norm(torch.zeros(2, 8)).eq(0).all()
 
 
+@pytest.mark.usefixtures("twins")
 def test_l2_norm() -> None:
     x = torch.randn(3, 2, 17)
     torch.testing.assert_close(l2_norm(x), x / (x.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt())
 
 
+@pytest.mark.usefixtures("twins")
 def test_rotate_turns_planes_of_halves_and_leaves_the_rest() -> None:
     x = torch.randn(5, 3, 20)
     angle = torch.randn(5, 6)
@@ -57,7 +61,7 @@ def test_gated_activations() -> None:
     torch.testing.assert_close(silu_and_mul(gate, up), gate * gate.sigmoid() * up)
     cut = gate.clamp(max=2.0)
     expected = (up.clamp(-2.0, 2.0) + 1) * cut * (1.702 * cut).sigmoid()
-    torch.testing.assert_close(clamped_swiglu(gate, up, 2.0, 1.702), expected)
+    torch.testing.assert_close(GatedActivation(2.0, 1.702)(gate, up), expected)
     assert torch.equal(gate, kept[0])
     assert torch.equal(up, kept[1])
 
@@ -92,3 +96,18 @@ def test_pages_are_copied_as_if_read_first() -> None:
     assert grid[:, 7].tolist() == [1, 0, 2, 4, 4]
     zero_pages(grid, torch.tensor([3]))
     assert grid.sum(1).tolist() == [130, 0, 260, 0, 520]
+
+
+@pytest.mark.usefixtures("twins")
+def test_heads_have_norm_weights_of_their_own_and_may_be_part_of_wider_rows() -> None:
+    wide = torch.randn(4, 5 * 12)
+    x, weight = wide[:, 12:48].view(4, 3, 12), torch.randn(3, 12)
+    expected = x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+    torch.testing.assert_close(rms_norm(x, weight, 1e-6), expected)
+    kept, angle = wide.clone(), torch.randn(4, 4)
+    rotate(x, angle.cos(), angle.sin())
+    assert torch.equal(wide[:, :12], kept[:, :12])
+    assert torch.equal(wide[:, 48:], kept[:, 48:])
+    torch.testing.assert_close(
+        x[:, :, 0], kept[:, [12, 24, 36]] * angle.cos()[:, :1] - kept[:, [16, 28, 40]] * angle.sin()[:, :1]
+    )

@@ -90,6 +90,7 @@ def test_a_repeated_key_written_at_full_strength_stays_exact() -> None:
     torch.testing.assert_close(out, value, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("twins")
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize(
     ("k_heads", "v_heads", "d_k", "d_v"), [(2, 4, 16, 16), (1, 1, 8, 24), (3, 3, 64, 32)]
@@ -129,6 +130,7 @@ def test_convolution_of_rows_equals_a_padded_one(width: int, lengths: list[int])
         start += length
 
 
+@pytest.mark.usefixtures("twins")
 def test_convolution_step_equals_a_row_of_one() -> None:
     x, weight, first = torch.randn(5, 12), torch.randn(4, 12), torch.randn(5, 3, 12)
     page = torch.tensor([6, 0, 3, 2, 5])

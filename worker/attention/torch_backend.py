@@ -1,4 +1,4 @@
-"""Paged attention in plain torch, for the CPU: decode rows together, longer chunks row by row."""
+"""Paged attention on the host, for the CPU: decode rows together, longer chunks row by row."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.attention import DecodePages, decode_pages, paged_decode, paged_prefill_row
+from kernels.attention import DecodePages, paged_decode, paged_prefill_row
 from worker.attention.base import AttentionPlan, AttentionShape, PagedGeometry
 
 
@@ -43,10 +43,11 @@ class TorchAttention:
         decode_rows = geometry.num_decode_rows
         decode = None
         if decode_rows:
-            decode = decode_pages(
+            decode = DecodePages(
                 geometry.tables[:decode_rows],
                 geometry.first_page[:decode_rows],
                 geometry.kv_len[:decode_rows],
+                geometry.max_kv_len,
                 geometry.page_tokens,
                 shape.window,
             )

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from kernels.moe import Activation
+from kernels.pointwise import GatedActivation
 from memory.api import LayerRows, PageKind, PageSpec, Row
 from worker.attention.base import AttentionShape
 from worker.errors import ModelLoadError
@@ -117,7 +117,7 @@ class ExpertLayer:
         num_experts, experts_per_token: how many there are, and how many a token takes.
         shape: of each expert.
         format: the weight format; ``read(expert)`` answers the tensors that ``format.expert_tensors`` names.
-        activation: (gate, up) -> hidden.
+        activation: what stands between the projections.
     """
 
     layer: int
@@ -126,7 +126,7 @@ class ExpertLayer:
     shape: ExpertShape
     format: Format
     read: Callable[[int], Mapping[str, torch.Tensor]]
-    activation: Activation
+    activation: GatedActivation
 
 
 class ExpertFactory(Protocol):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 
-from kernels.pointwise import clamped_swiglu
+from kernels.pointwise import GatedActivation
 from worker.attention.base import AttentionShape
 from worker.execution.weights import WeightSource
 from worker.layers.attention import AttentionLayer, AttentionSizes, AttentionWeights, Rope, yarn_frequencies
@@ -157,7 +156,7 @@ def _attention(
 def _mlp(settings: GptOssSettings, source: WeightSource, options: BuildOptions, layer: int) -> MoeMlp:
     name, hidden, count = f"model.layers.{layer}.mlp", settings.hidden_size, settings.num_experts
     shape = ExpertShape(hidden, settings.intermediate_size, has_bias=True)
-    activation = partial(clamped_swiglu, limit=settings.swiglu_limit, alpha=settings.swiglu_alpha)
+    activation = GatedActivation(settings.swiglu_limit, settings.swiglu_alpha)
     weight_format: Format = Mxfp4() if settings.mxfp4 else Unquantized(options.dtype)
     # Random weights know no packed layout: they stand for the dequantised model.
     if settings.mxfp4 and source.has(f"{name}.experts.gate_up_proj_blocks"):

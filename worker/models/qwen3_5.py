@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kernels.pointwise import silu_and_mul
+from kernels.pointwise import GatedActivation
 from worker.attention.base import AttentionShape
 from worker.execution.weights import WeightSource
 from worker.layers.attention import AttentionLayer, AttentionSizes, AttentionWeights, Rope, plain_frequencies
@@ -125,7 +125,7 @@ def build_moe(raw: Mapping[str, Any], source: WeightSource, options: BuildOption
             source, f"{prefix}.experts", num_experts, shape, options.format, options.dtype
         )
         experts = options.experts(
-            ExpertLayer(layer, num_experts, per_token, shape, format, read, silu_and_mul), source
+            ExpertLayer(layer, num_experts, per_token, shape, format, read, GatedActivation()), source
         )
         shared = SharedExpert(shared_size, shared_down)
         return MoeMlp(torch.cat(router), None, experts, num_experts, per_token, True, shared)

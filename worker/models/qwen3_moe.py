@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kernels.pointwise import silu_and_mul
+from kernels.pointwise import GatedActivation
 from worker.attention.base import AttentionShape
 from worker.execution.weights import WeightSource
 from worker.layers.attention import AttentionLayer, AttentionSizes, AttentionWeights, Rope, plain_frequencies
@@ -123,7 +123,7 @@ def _mlp(
         source, f"{name}.experts", num_experts, shape, options.format, options.dtype
     )
     experts = options.experts(
-        ExpertLayer(layer, num_experts, per_token, shape, format, read, silu_and_mul), source
+        ExpertLayer(layer, num_experts, per_token, shape, format, read, GatedActivation()), source
     )
     renormalise = config.flag("norm_topk_prob", False)
     return MoeMlp(router, None, experts, num_experts, per_token, renormalise)

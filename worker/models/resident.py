@@ -16,7 +16,7 @@ def resident_experts(experts: ExpertLayer, source: WeightSource) -> RoutedExpert
     """The factory for ``experts=resident``."""
     shape, count = experts.shape, experts.num_experts
     hidden, inner = shape.hidden_size, shape.intermediate_size
-    gate_up = _empty(source, count, 2 * inner, hidden)
+    gate_up = _empty(source, count, hidden, 2 * inner)
     down = _empty(source, count, inner, hidden)
     gate_up_bias = _empty(source, count, 2 * inner) if shape.has_bias else None
     down_bias = _empty(source, count, hidden) if shape.has_bias else None
@@ -28,7 +28,7 @@ def resident_experts(experts: ExpertLayer, source: WeightSource) -> RoutedExpert
         block = torch.empty(layout.num_bytes, dtype=torch.uint8, device=source.device)
         experts.format.pack(tensors, shape, block)
         both, back = experts.format.dequantize(block, shape)
-        gate_up[expert] = both.to(source.dtype)
+        gate_up[expert] = both.to(source.dtype).t()
         down[expert] = back.to(source.dtype).t()
         if gate_up_bias is not None and down_bias is not None:
             # From the block: a format may have sorted the rows that the checkpoint's biases belong to.

@@ -1,0 +1,128 @@
+"""Compiles kernels.c for this processor, keeps the result in the user's cache folder, and loads it."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("kernels.c")
+# Sums may be regrouped (that is what vectors do); NaN and infinity keep their meaning.
+FLAGS = (
+    "-O3", "-march=native", "-shared", "-fPIC", "-std=gnu11", "-Wno-psabi",
+    "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math",
+)  # fmt: skip
+COMPILE_TIMEOUT_S = 120
+
+
+class Bank(Structure):
+    """``bank_t``: one layer's experts."""
+
+    _fields_ = (
+        [(name, c_int64) for name in ("hidden", "inner", "experts")]
+        + [(name, c_void_p) for name in ("gate_up", "down", "gate_up_bias", "down_bias")]
+        + [("limit", c_float), ("alpha", c_float)]
+    )
+
+
+class Attention(Structure):
+    """``attention_t``: rows, their pages, and strides in elements."""
+
+    _fields_ = (
+        [(n, c_int64) for n in ("rows", "heads", "kv_heads", "dim", "page_tokens", "max_pages", "window")]
+        + [(n, c_void_p) for n in ("tables", "first_page", "kv_len")]
+        + [
+            (n, c_int64)
+            for n in (
+                "query_stride",
+                "key_page",
+                "key_token",
+                "key_head",
+                "value_page",
+                "value_token",
+                "value_head",
+            )
+        ]
+        + [("scale", c_float)]
+    )
+
+
+_P, _N = c_void_p, c_int64
+_SIGNATURES = {
+    "normalise": (_P, _N, _N, _N, _N, _P, _N, c_float, c_int, _P),
+    "rotate": (_P, _N, _N, _N, _N, _P, _P, _N),
+    "route": (_P, _N, _N, _N, _N, c_int, _P, _P),
+    "experts": (POINTER(Bank), _P, _N, _N, _P, _P, _P),
+    "conv_step": (_P, _N, _N, _N, _N, _P, _P, _N, _P, _P),
+    "delta_step": (_P, _N, _P, _N, _P, _N, _P, _P, _N, _N, _N, _N, _N, _N, _N, _P, _N, _P, _P),
+    "paged_decode": (POINTER(Attention), _P, _P, _P, _P, _P, _P),
+}
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels; None where they cannot be had, which is logged once."""
+    try:
+        loaded = ctypes.CDLL(str(_compiled()))
+    except (OSError, subprocess.SubprocessError) as error:
+        log.warning("the CPU runs without compiled kernels, at a third of the speed: %s", error)
+        return None
+    for name, signature in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.argtypes = signature
+        function.restype = None
+    return loaded
+
+
+def _compiled() -> Path:
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise FileNotFoundError("no C compiler (cc, gcc, clang) on the path")
+    target = _cache_folder() / f"kernels-{_fingerprint(compiler)}.so"
+    if not target.is_file():
+        # Built under a name of its own and then renamed: several workers may start at once.
+        handle, scratch = tempfile.mkstemp(suffix=".so", dir=target.parent)
+        os.close(handle)
+        command = [compiler, *FLAGS, "-o", scratch, str(SOURCE), "-lm"]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False
+            )
+            if done.returncode:
+                raise OSError(f"{compiler} failed: {done.stderr.strip()[:500]}")
+            os.replace(scratch, target)
+        finally:
+            Path(scratch).unlink(missing_ok=True)
+    return target
+
+
+def _cache_folder() -> Path:
+    folder = Path.home() / ".cache" / "headroom"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    except OSError:
+        pass
+    return Path(tempfile.mkdtemp(prefix="headroom-"))
+
+
+def _fingerprint(compiler: str) -> str:
+    """Of all that decides the machine code: source, flags, compiler, processor."""
+    digest = hashlib.sha256(SOURCE.read_bytes())
+    digest.update(repr((FLAGS, compiler, platform.machine())).encode())
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        flags = [line for line in cpuinfo.read_text().splitlines() if line.startswith(("flags", "Features"))]
+        digest.update("".join(flags[:1]).encode())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,235 @@
+"""Calls the compiled kernels on float32 CPU tensors; each function is the twin of one in ``_reference``."""
+
+from __future__ import annotations
+
+from ctypes import byref
+
+import torch
+
+from kernels._native.library import Attention, Bank, library
+
+MAX_EXPERT_TOKENS = 64
+"""Above it one matrix product per expert keeps a processor busier than rows in registers do."""
+
+
+def serves(x: torch.Tensor) -> bool:
+    """Whether the compiled kernels can take tensors like ``x``."""
+    return x.dtype is torch.float32 and x.is_cpu and library() is not None
+
+
+def _normalise(x: torch.Tensor, weight: torch.Tensor | None, eps: float, mean: bool) -> torch.Tensor:
+    dim = x.shape[-1]
+    heads = x.shape[-2] if x.dim() == 3 else 1
+    out = torch.empty(x.shape)
+    loaded = library()
+    assert loaded is not None
+    loaded.normalise(
+        x.data_ptr(),
+        x.stride(0),
+        x.shape[0],
+        heads,
+        dim,
+        None if weight is None else weight.data_ptr(),
+        1 if weight is None else weight.numel() // dim,
+        eps,
+        mean,
+        out.data_ptr(),
+    )
+    return out
+
+
+def can_normalise(x: torch.Tensor, weight: torch.Tensor | None) -> bool:
+    """Rows, or rows of heads that lie side by side; weights per dim, or per head and dim."""
+    if x.dim() not in (2, 3) or x.stride(-1) != 1 or (x.dim() == 3 and x.stride(1) != x.shape[2]):
+        return False
+    if weight is None:
+        return True
+    rows = weight.numel() // x.shape[-1]
+    heads = x.shape[1] if x.dim() == 3 else 1
+    return weight.dtype is torch.float32 and weight.is_contiguous() and rows in (1, heads)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """See :func:`kernels.pointwise.rms_norm`."""
+    return _normalise(x, weight, eps, True)
+
+
+def l2_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """See :func:`kernels.pointwise.l2_norm`."""
+    return _normalise(x, None, eps, False)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """See :func:`kernels.pointwise.rotate`; heads lie side by side, cos and sin are contiguous."""
+    loaded = library()
+    assert loaded is not None
+    rows, heads, dim = x.shape
+    loaded.rotate(x.data_ptr(), x.stride(0), rows, heads, dim, cos.data_ptr(), sin.data_ptr(), cos.shape[1])
+    return x
+
+
+def route(logits: torch.Tensor, k: int, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """See :func:`kernels.moe.route`."""
+    loaded = library()
+    assert loaded is not None
+    rows, experts = logits.shape
+    weights, chosen = torch.empty(rows, k), torch.empty(rows, k, dtype=torch.int64)
+    loaded.route(
+        logits.data_ptr(),
+        logits.stride(0),
+        rows,
+        experts,
+        k,
+        renormalise,
+        weights.data_ptr(),
+        chosen.data_ptr(),
+    )
+    return weights, chosen
+
+
+def make_bank(
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    limit: float,
+    alpha: float,
+) -> Bank:
+    """Experts as C sees them: contiguous [E, H, 2I] and [E, I, H], and biases. The tensors must outlive it."""
+    experts, inner, hidden = down.shape
+    return Bank(
+        hidden,
+        inner,
+        experts,
+        gate_up.data_ptr(),
+        down.data_ptr(),
+        None if gate_up_bias is None else gate_up_bias.data_ptr(),
+        None if down_bias is None else down_bias.data_ptr(),
+        limit,
+        alpha,
+    )
+
+
+def run_experts(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, bank: Bank) -> torch.Tensor:
+    """See :func:`kernels.moe.run_experts`; all tensors contiguous."""
+    loaded = library()
+    assert loaded is not None
+    out = torch.empty(x.shape)
+    loaded.experts(
+        byref(bank),
+        x.data_ptr(),
+        x.shape[0],
+        experts.shape[1],
+        weights.data_ptr(),
+        experts.data_ptr(),
+        out.data_ptr(),
+    )
+    return out
+
+
+def causal_conv_step(
+    x: torch.Tensor, weight: torch.Tensor, state_pages: torch.Tensor, page: torch.Tensor
+) -> torch.Tensor:
+    """See :func:`kernels.recurrent.causal_conv_step`."""
+    loaded = library()
+    assert loaded is not None
+    rows, channels = x.shape
+    out = torch.empty(rows, channels)
+    loaded.conv_step(
+        x.data_ptr(),
+        x.stride(0),
+        rows,
+        channels,
+        weight.shape[0],
+        weight.data_ptr(),
+        state_pages.data_ptr(),
+        state_pages.stride(0),
+        page.data_ptr(),
+        out.data_ptr(),
+    )
+    return out
+
+
+def delta_rule_step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    state_pages: torch.Tensor,
+    page: torch.Tensor,
+) -> torch.Tensor:
+    """See :func:`kernels.recurrent.delta_rule_step`; heads lie side by side."""
+    loaded = library()
+    assert loaded is not None
+    rows, k_heads, d_k = key.shape
+    v_heads, d_v = value.shape[1:]
+    out = torch.empty(rows, v_heads, d_v)
+    loaded.delta_step(
+        query.data_ptr(),
+        query.stride(0),
+        key.data_ptr(),
+        key.stride(0),
+        value.data_ptr(),
+        value.stride(0),
+        decay.data_ptr(),
+        beta.data_ptr(),
+        decay.stride(0),
+        beta.stride(0),
+        rows,
+        k_heads,
+        v_heads,
+        d_k,
+        d_v,
+        state_pages.data_ptr(),
+        state_pages.stride(0),
+        page.data_ptr(),
+        out.data_ptr(),
+    )
+    return out
+
+
+def paged_decode(
+    query: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    tables: torch.Tensor,
+    first_page: torch.Tensor,
+    kv_len: torch.Tensor,
+    most_visible: int,
+    window: int | None,
+    scale: float,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """See :func:`kernels.attention.paged_decode`; heads and dims of a row lie side by side, ``out`` is contiguous."""
+    loaded = library()
+    assert loaded is not None
+    rows, heads, dim = query.shape
+    kv_heads = key_pages.shape[2]
+    shape = Attention(
+        rows,
+        heads,
+        kv_heads,
+        dim,
+        key_pages.shape[1],
+        tables.shape[1],
+        window or 0,
+        tables.data_ptr(),
+        first_page.data_ptr(),
+        kv_len.data_ptr(),
+        query.stride(0),
+        *key_pages.stride()[:3],
+        *value_pages.stride()[:3],
+        scale,
+    )
+    scratch = torch.empty(heads // kv_heads * most_visible)
+    loaded.paged_decode(
+        byref(shape),
+        query.data_ptr(),
+        key_pages.data_ptr(),
+        value_pages.data_ptr(),
+        None if sinks is None else sinks.data_ptr(),
+        scratch.data_ptr(),
+        out.data_ptr(),
+    )

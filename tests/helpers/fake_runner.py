@@ -135,6 +135,9 @@ class FakeRunner:
         self._end_ids = end_ids
         self._slots: dict[int, _Slot] = {}
         self._views: dict[str, Values] = {}
+        self._host: dict[tuple[str, int], Values] = {}
+        self.num_from_host = 0
+        """pages that came back from the host tier"""
         self._tables: dict[str, npt.NDArray[np.int64]] = {}
 
     def attach_memory(self, specs: Sequence[PageSpec], arena_bytes: int) -> None:
@@ -236,9 +239,14 @@ class FakeRunner:
         for move in commands.moves:
             self._views[move.group][move.target] = self._views[move.group][move.source]
         for copy in commands.copies:
-            assert not copy.to_host, "this runner has no host tier"
-            assert not copy.from_host, "this runner has no host tier"
-            self._views[copy.group][copy.target] = self._views[copy.group][copy.source]
+            view = self._views[copy.group]
+            if copy.to_host:
+                self._host[copy.group, copy.target] = view[copy.source].copy()
+            elif copy.from_host:
+                view[copy.target] = self._host[copy.group, copy.source]
+                self.num_from_host += 1
+            else:
+                view[copy.target] = view[copy.source]
         for update in commands.table:
             table = self._tables[update.group]
             if max(update.virtual) >= len(table):

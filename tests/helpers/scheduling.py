@@ -146,6 +146,7 @@ def make_desk(
     deterministic: bool = False,
     forecast: OutputForecast | None = None,
     grammars: Grammars | None = None,
+    host_tier_bytes: int = 0,
 ) -> Desk:
     """``ledger`` is one of LEDGERS; the free lists know no prefix cache."""
     arena_bytes -= arena_bytes % 128
@@ -156,6 +157,7 @@ def make_desk(
         max_step_tokens=max_step_tokens,
         memory_mode="split" if ledger == "split" else "arena",
         prefix_cache=prefix_cache,
+        host_tier_bytes=host_tier_bytes,
     )
     book: Ledger
     if ledger == "free lists":

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from memory.api import Headroom, Ledger, PageKind, PageSpec
+from memory.api import Headroom, Ledger, PageKind, PageSpec, PrefixMatch
 from worker.api import GenerateRequest
 from worker.errors import PromptTooLong
 from worker.scheduling.request import Request
@@ -123,14 +123,14 @@ class AdmissionControl:
         self._fixed_shares = fixed_shares
         self._side_bytes = 0 if fixed_shares else sum(_side_bytes(spec) for spec in specs.values())
 
-    def expects_room(self, request: Request, rows: RowTable, headroom: Headroom, num_cached: int) -> bool:
-        """Whether ``request`` is likely to end, and let the others end, without anybody being sent back.
-
-        ``num_cached`` of its tokens lie in the prefix cache: taking them makes their pages unevictable.
-        """
+    def expects_room(self, request: Request, rows: RowTable, headroom: Headroom, match: PrefixMatch) -> bool:
+        """Whether ``request``, which would start behind ``match``, is likely to end, and let the others end, without
+        anybody being sent back."""
         slots = rows.taken()
         if not len(slots) or not self._full:
             return True
+        # What comes back from the host needs new pages; taking the rest makes its pages unevictable.
+        num_cached = max(0, match.num_tokens - int(match.host_bytes / self._token_bytes))
         known = rows.num_known[slots]
         side = int(self._side_bytes / self._token_bytes)
         half = self._page_tokens // 2  # a last page is half full on average

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memory.api import Ledger, PageSpec
+from memory.api import Ledger, PageKind, PageSpec
+from memory.ledger.host_tier import HostTier
 from memory.ledger.ledger import ArenaLedger
 from memory.ledger.prefix_tree import GroupRule, PrefixTree
 from worker.config import WorkerConfig
@@ -12,10 +13,13 @@ from worker.config import WorkerConfig
 
 def make_ledger(config: WorkerConfig, specs: Sequence[PageSpec], arena_bytes: int) -> Ledger:
     """The ledger of one worker over ``arena_bytes`` bytes: one arena, or fixed shares with ``memory_mode=split``."""
-    tree = None
+    tree = host_tier = None
     if config.prefix_cache:
         rules = {s.name: GroupRule(s.kind, s.page_tokens, s.page_bytes, s.window) for s in specs}
         tree = PrefixTree(rules, model=config.model)
+        if config.host_tier_bytes:
+            kept = {s.name: s.page_bytes for s in specs if s.kind is not PageKind.EXPERT}
+            host_tier = HostTier(config.host_tier_bytes, kept)
     return ArenaLedger(
         specs,
         arena_bytes,
@@ -23,4 +27,5 @@ def make_ledger(config: WorkerConfig, specs: Sequence[PageSpec], arena_bytes: in
         split_ratio=config.split_ratio,
         max_chunk_tokens=config.max_step_tokens,
         prefix_tree=tree,
+        host_tier=host_tier,
     )

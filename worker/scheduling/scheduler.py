@@ -316,7 +316,7 @@ class Scheduler:
         if not length:
             return None
         now_blocked = (request.number, self.running.num_releases, step)
-        if not self._admission.expects_room(request, self.rows, self._ledger.headroom(), match.num_tokens):
+        if not self._admission.expects_room(request, self.rows, self._ledger.headroom(), match):
             self._blocked = now_blocked
             return None
         # Window pages are let go as a prompt is computed, so a windowed model asks chunk by chunk.

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from tests.helpers.fake_runner import expected_tokens
-from tests.helpers.scheduling import ALL_KINDS, FULL, HYBRID, WINDOWED, Desk, make_desk
+from tests.helpers.scheduling import ALL_KINDS, FULL, HYBRID, WINDOWED, Desk, bytes_for, make_desk
 from worker.api import SamplingParams
 
 SPECS = {"full": FULL, "hybrid": HYBRID, "windowed": WINDOWED, "all": ALL_KINDS}
@@ -144,3 +144,21 @@ def test_a_long_prompt_is_shared_while_it_is_still_computed() -> None:
     assert desk.ledger.match(prompt[:1500]).num_tokens == 1280, "what the steps before this one computed"
     desk.finish()
     desk.check_answers()
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["lock-step", "overlap"])
+@pytest.mark.parametrize("name", SPECS)
+def test_prefixes_come_back_from_the_host_as_they_were(name: str, overlap: bool) -> None:
+    """Three conversations take turns in an arena for little more than one; the host tier holds what had to go."""
+    budget = int(1.3 * bytes_for(SPECS[name], "arena", 400))
+    desk = make_desk(SPECS[name], arena_bytes=budget, max_running=2, overlap=overlap, host_tier_bytes=1 << 18)
+    said = {chat: (chat, *PROMPT) for chat in range(3)}
+    for turn in range(4):
+        for chat in said:
+            desk.ask(f"{chat}.{turn}", said[chat], max_tokens=20, ignore_eos=True)
+            desk.finish()
+            said[chat] += (*desk.tokens(f"{chat}.{turn}"), 5, 6, 7)
+    desk.check_answers()
+    desk.check_empty()
+    assert desk.runner.num_from_host > 0, "nothing came back from the host"
+    assert desk.scheduler.statistics.cached_tokens > 3 * 2 * 128

@@ -69,6 +69,6 @@ def run_experts(
     Returns:
         [tokens, H] in x's dtype.
     """
-    if native.serves(x) and native.serves(bank.down) and x.shape[0] <= native.MAX_EXPERT_TOKENS:
+    if native.serves_tokens(x) and native.serves(bank.down):
         return native.run_experts(x.contiguous(), weights.contiguous(), experts.contiguous(), bank.native)
     return reference.run_experts(x, weights, experts, bank)

@@ -69,9 +69,8 @@ def delta_rule_step(
     Returns:
         [rows, v_heads, d_v].
     """
-    side_by_side = query.stride(1) == key.stride(1) == query.shape[2] and value.stride(1) == value.shape[2]
-    if native.serves(query) and side_by_side and state_pages[0].is_contiguous():
-        return native.delta_rule_step(query, key, value, decay, beta, state_pages, page)
+    if native.serves(query) and _side_by_side(query, key, value, decay, beta, state_pages):
+        return native.delta_rule(query, key, value, decay, beta, state_pages, page)
     return reference.delta_rule_step(query, key, value, decay, beta, state_pages, page)
 
 
@@ -96,6 +95,10 @@ def delta_rule_chunks(
     Returns:
         [tokens, v_heads, d_v] float32.
     """
+    if native.serves_tokens(query) and _side_by_side(query, key, value, log_decay, beta, state_pages):
+        return native.delta_rule(
+            query, key, value, log_decay.exp(), beta, state_pages, page, layout.query_len
+        )
     return reference.delta_rule_chunks(query, key, value, log_decay, beta, state_pages, page, layout)
 
 
@@ -108,9 +111,8 @@ def causal_conv_step(
         x: [rows, channels]; weight: [width, channels], the last column meets the newest token.
         state_pages: [pages, width - 1, channels] strided view; page[r] holds row r's columns before x, and is shifted.
     """
-    plain = x.stride(1) == 1 and weight.is_contiguous() and state_pages[0].is_contiguous()
-    if native.serves(x) and native.serves(state_pages) and plain:
-        return native.causal_conv_step(x, weight, state_pages, page)
+    if native.serves(x) and native.serves(state_pages) and _side_by_side(x, weight, state_pages):
+        return native.causal_conv(x, weight, state_pages, page)
     return reference.causal_conv_step(x, weight, state_pages, page)
 
 
@@ -119,4 +121,11 @@ def causal_conv_rows(
 ) -> torch.Tensor:
     """Depthwise causal convolution and SiLU for rows of several tokens: x [tokens, channels]; each row's page of
     ``state_pages`` comes to hold its last columns."""
+    if native.serves_tokens(x) and native.serves(state_pages) and _side_by_side(x, weight, state_pages):
+        return native.causal_conv(x, weight, state_pages, page, layout.query_len)
     return reference.causal_conv_rows(x, weight, state_pages, page, layout)
+
+
+def _side_by_side(*tensors: torch.Tensor) -> bool:
+    """Whether each tensor's dims behind the first lie densely, so that a row or page is one run of memory."""
+    return all(x.stride(-1) == 1 and (x.dim() < 3 or x[0].is_contiguous()) for x in tensors)

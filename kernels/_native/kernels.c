@@ -231,18 +231,20 @@ void experts(const bank_t *bank, const float *x, i64 rows, i64 k, const float *w
 
 // ---- recurrent layers
 
-// One token per row: state pages [width - 1][channels] are shifted; out = silu(sum over taps of column * weight[tap]).
-void conv_step(const float *x, i64 row_stride, i64 rows, i64 channels, i64 width, const float *weight, float *pages,
-               i64 page_stride, const i64 *page, float *out) {
+// Rows of lengths[r] tokens (1 each where lengths is null), flat one behind the other. A row's page [width - 1][channels]
+// holds the columns before it and is shifted; out = silu(sum over taps of column * weight[tap]).
+void conv_rows(const float *x, i64 row_stride, i64 rows, const i64 *lengths, i64 channels, i64 width, const float *weight,
+               float *pages, i64 page_stride, const i64 *page, float *out) {
     for (i64 r = 0; r < rows; r++) {
-        float *state = pages + page[r] * page_stride, *to = out + r * channels;
-        const float *newest = x + r * row_stride;
-        for (i64 c = 0; c < channels; c++) to[c] = newest[c] * weight[(width - 1) * channels + c];
-        for (i64 tap = 0; tap < width - 1; tap++)
-            for (i64 c = 0; c < channels; c++) to[c] += state[tap * channels + c] * weight[tap * channels + c];
-        memmove(state, state + channels, sizeof(float) * (width - 2) * channels);
-        memcpy(state + (width - 2) * channels, newest, sizeof(float) * channels);
-        for (i64 c = 0; c < channels; c++) to[c] *= sigmoid1(to[c]);
+        float *state = pages + page[r] * page_stride;
+        for (i64 t = 0, n = lengths ? lengths[r] : 1; t < n; t++, x += row_stride, out += channels) {
+            for (i64 c = 0; c < channels; c++) out[c] = x[c] * weight[(width - 1) * channels + c];
+            for (i64 tap = 0; tap < width - 1; tap++)
+                for (i64 c = 0; c < channels; c++) out[c] += state[tap * channels + c] * weight[tap * channels + c];
+            memmove(state, state + channels, sizeof(float) * (width - 2) * channels);
+            memcpy(state + (width - 2) * channels, x, sizeof(float) * channels);
+            for (i64 c = 0; c < channels; c++) out[c] *= sigmoid1(out[c]);
+        }
     }
 }
 
@@ -263,16 +265,23 @@ static void delta_head(const float *q, const float *k, const float *v, float dec
         for (i64 j = 0; j < d_v; j++) state[i * d_v + j] = decay * state[i * d_v + j] + k[i] * delta[j];
 }
 
-void delta_step(const float *query, i64 q_stride, const float *key, i64 k_stride, const float *value, i64 v_stride,
-                const float *decay, const float *beta, i64 gate_stride, i64 beta_stride, i64 rows, i64 k_heads,
-                i64 v_heads, i64 d_k, i64 d_v, float *pages, i64 page_stride, const i64 *page, float *out) {
-    for (i64 r = 0; r < rows; r++)
+// Rows of lengths[r] tokens (1 each where lengths is null), flat one behind the other; page[r] holds a row's state.
+void delta_rows(const float *query, i64 q_stride, const float *key, i64 k_stride, const float *value, i64 v_stride,
+                const float *decay, i64 decay_stride, const float *beta, i64 beta_stride, i64 rows, const i64 *lengths,
+                i64 k_heads, i64 v_heads, i64 d_k, i64 d_v, float *pages, i64 page_stride, const i64 *page, float *out) {
+    i64 first = 0;
+    for (i64 r = 0; r < rows; r++) {
+        i64 last = first + (lengths ? lengths[r] : 1);
         for (i64 h = 0; h < v_heads; h++) {
-            i64 shared = h / (v_heads / k_heads);
-            delta_head(query + r * q_stride + shared * d_k, key + r * k_stride + shared * d_k, value + r * v_stride + h * d_v,
-                       decay[r * gate_stride + h], beta[r * beta_stride + h], d_k, d_v,
-                       pages + page[r] * page_stride + h * d_k * d_v, out + (r * v_heads + h) * d_v);
+            i64 shared = h / (v_heads / k_heads) * d_k;
+            float *state = pages + page[r] * page_stride + h * d_k * d_v;
+            for (i64 t = first; t < last; t++)
+                delta_head(query + t * q_stride + shared, key + t * k_stride + shared, value + t * v_stride + h * d_v,
+                           decay[t * decay_stride + h], beta[t * beta_stride + h], d_k, d_v, state,
+                           out + (t * v_heads + h) * d_v);
         }
+        first = last;
+    }
 }
 
 // ---- attention of one query per row over its pages

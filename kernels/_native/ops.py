@@ -8,13 +8,19 @@ import torch
 
 from kernels._native.library import Attention, Bank, library
 
-MAX_EXPERT_TOKENS = 64
-"""Above it one matrix product per expert keeps a processor busier than rows in registers do."""
+MANY_TOKENS = 64
+MANY_THREADS = 4
+"""The compiled kernels run on one thread: with more threads than this, torch is faster at more tokens than that."""
 
 
 def serves(x: torch.Tensor) -> bool:
     """Whether the compiled kernels can take tensors like ``x``."""
     return x.dtype is torch.float32 and x.is_cpu and library() is not None
+
+
+def serves_tokens(x: torch.Tensor) -> bool:
+    """Whether they should take a whole step's tokens, the rows of ``x``."""
+    return serves(x) and (x.shape[0] <= MANY_TOKENS or torch.get_num_threads() <= MANY_THREADS)
 
 
 def _normalise(x: torch.Tensor, weight: torch.Tensor | None, eps: float, mean: bool) -> torch.Tensor:
@@ -127,19 +133,23 @@ def run_experts(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, b
     return out
 
 
-def causal_conv_step(
-    x: torch.Tensor, weight: torch.Tensor, state_pages: torch.Tensor, page: torch.Tensor
+def causal_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    state_pages: torch.Tensor,
+    page: torch.Tensor,
+    query_len: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See :func:`kernels.recurrent.causal_conv_step`."""
+    """See :func:`kernels.recurrent.causal_conv_rows`; without ``query_len`` [rows] int64 one token per row."""
     loaded = library()
     assert loaded is not None
-    rows, channels = x.shape
-    out = torch.empty(rows, channels)
-    loaded.conv_step(
+    out = torch.empty(x.shape)
+    loaded.conv_rows(
         x.data_ptr(),
         x.stride(0),
-        rows,
-        channels,
+        page.shape[0],
+        None if query_len is None else query_len.data_ptr(),
+        x.shape[1],
         weight.shape[0],
         weight.data_ptr(),
         state_pages.data_ptr(),
@@ -150,7 +160,7 @@ def causal_conv_step(
     return out
 
 
-def delta_rule_step(
+def delta_rule(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -158,14 +168,16 @@ def delta_rule_step(
     beta: torch.Tensor,
     state_pages: torch.Tensor,
     page: torch.Tensor,
+    query_len: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See :func:`kernels.recurrent.delta_rule_step`; heads lie side by side."""
+    """The recurrence token by token (a state stays in the nearest cache, which beats the chunked form there); heads
+    lie side by side. Without ``query_len`` [rows] int64 one token per row."""
     loaded = library()
     assert loaded is not None
-    rows, k_heads, d_k = key.shape
+    num_tokens, k_heads, d_k = key.shape
     v_heads, d_v = value.shape[1:]
-    out = torch.empty(rows, v_heads, d_v)
-    loaded.delta_step(
+    out = torch.empty(num_tokens, v_heads, d_v)
+    loaded.delta_rows(
         query.data_ptr(),
         query.stride(0),
         key.data_ptr(),
@@ -173,10 +185,11 @@ def delta_rule_step(
         value.data_ptr(),
         value.stride(0),
         decay.data_ptr(),
-        beta.data_ptr(),
         decay.stride(0),
+        beta.data_ptr(),
         beta.stride(0),
-        rows,
+        page.shape[0],
+        None if query_len is None else query_len.data_ptr(),
         k_heads,
         v_heads,
         d_k,

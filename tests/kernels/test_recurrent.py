@@ -54,6 +54,7 @@ def state_pages(count: int, *shape: int) -> torch.Tensor:
     return torch.full((count, 2, *shape), math.nan)[:, 1]
 
 
+@pytest.mark.usefixtures("twins")
 @pytest.mark.parametrize("decay", [0.01, 3.0, 40.0])
 @pytest.mark.parametrize(
     ("k_heads", "v_heads", "d_k", "d_v"), [(2, 4, 16, 16), (1, 1, 8, 24), (3, 3, 64, 32)]
@@ -80,6 +81,7 @@ def test_chunks_equal_the_recurrence(
     assert pages[untouched].isnan().all()
 
 
+@pytest.mark.usefixtures("twins")
 def test_a_repeated_key_written_at_full_strength_stays_exact() -> None:
     # All keys alike and beta 1: the within-chunk system is at its worst, and powers of it would cancel.
     key = F.normalize(torch.randn(1, 1, 16), dim=-1).repeat(128, 1, 1)
@@ -111,6 +113,7 @@ def test_a_step_equals_the_recurrence(rows: int, k_heads: int, v_heads: int, d_k
     assert pages[untouched].isnan().all()
 
 
+@pytest.mark.usefixtures("twins")
 @pytest.mark.parametrize("width", [2, 4])
 @pytest.mark.parametrize("lengths", [[1], [2], [7, 1, 3, 40]])
 def test_convolution_of_rows_equals_a_padded_one(width: int, lengths: list[int]) -> None:

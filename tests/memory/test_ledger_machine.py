@@ -92,7 +92,8 @@ class LedgerMachine(RuleBasedStateMachine):
         for _ in range(data.draw(st.sampled_from([0, 0, 1, 1, 2, 4]))):
             shared = data.draw(st.sampled_from([0, 64, 128, 256]))
             own = data.draw(st.sampled_from([2, 30, 70, 130, 260]))
-            tokens = PROMPT[:shared] + [1000 * data.draw(st.integers(1, 3)) + i for i in range(own)]
+            base = 1000 * data.draw(st.integers(1, 3))
+            tokens = PROMPT[:shared] + list(range(base, base + own))
             if self.ledger.can_ever_grant(len(tokens)) is None:
                 admit.append((tokens, data.draw(st.sampled_from([64, 64, 16]))))
         world.plan(dict.fromkeys(world.running, chunk), admit)
@@ -186,14 +187,14 @@ class LedgerMachine(RuleBasedStateMachine):
 
 # A failure is printed as found: shrinking walks of fifty acts takes minutes.
 _SETTINGS = settings(
-    max_examples=105,
+    max_examples=125,
     stateful_step_count=50,
     deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
 
-TestLedgerMachine = LedgerMachine.TestCase
+TestLedgerMachine = pytest.mark.slow(pytest.mark.timeout(600)(LedgerMachine.TestCase))
 TestLedgerMachine.settings = _SETTINGS
 
 

@@ -60,9 +60,11 @@ def audit_pages(
             name = f"{pool.spec.name}: virtual page {virtual}"
             _expect(table.users[virtual] == users[virtual], f"{name} has a wrong count of users")
             _expect(table.pins[virtual] == pins[virtual], f"{name} has a wrong count of pins")
-            anybody = users[virtual] > 0 or pins[virtual] > 0 or table.cached[virtual]
+            anybody = users[virtual] + pins[virtual] + table.cached[virtual]
+            _expect(table.holders[virtual] == anybody, f"{name} has a wrong count of holders")
             _expect(
-                (physical >= 0) == anybody, f"{name} is held without a page, or has one that nobody holds"
+                (physical >= 0) == (anybody > 0),
+                f"{name} is held without a page, or has one that nobody holds",
             )
         _audit_counters(table)
 

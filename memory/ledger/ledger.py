@@ -296,15 +296,11 @@ class ArenaLedger:
 
     def release_bytes(self, request: int) -> int:
         """See :class:`memory.api.Ledger`."""
-        freed = 0
-        for group, run in enumerate(self._holding(request).runs):
-            table = self._book.tables[group]
-            alone = sum(
-                table.users[page] == 1 and not table.cached[page] and not table.pins[page]
-                for page in run.pages
-            )
-            freed += alone * self._book.pools[group].page_bytes
-        return freed
+        runs, book = self._holding(request).runs, self._book
+        return sum(
+            table.count_alone(run.pages) * pool.page_bytes
+            for run, table, pool in zip(runs, book.tables, book.pools, strict=True)
+        )
 
     def pin(self, request: int) -> int:
         """See :class:`memory.api.Ledger`. A pin outlives its request; its reader starts behind the step

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from memory.api import LedgerError, TableUpdate
 
 MUTABLE = -1
@@ -18,6 +20,8 @@ class PageTable:
     def __init__(self, group: str) -> None:
         self.group = group
         self.physical: list[int] = []
+        self.holders: list[int] = []
+        """users, tree and pins together: 1 where one request alone holds a page"""
         self.users: list[int] = []
         self.cached: list[bool] = []
         self.pins: list[int] = []
@@ -37,11 +41,12 @@ class PageTable:
         """A fresh virtual page with one user and no physical page yet."""
         if self._free:
             virtual = self._free.pop()
-            self.users[virtual] = 1
+            self.users[virtual] = self.holders[virtual] = 1
             self.last_step[virtual] = -1
             self.sealed[virtual] = MUTABLE
             return virtual
         self.physical.append(-1)
+        self.holders.append(1)
         self.users.append(1)
         self.cached.append(False)
         self.pins.append(0)
@@ -60,12 +65,14 @@ class PageTable:
         if self.users[virtual] == 0 and self.pins[virtual] == 0:
             self.num_cached_only -= 1
         self.users[virtual] += 1
+        self.holders[virtual] += 1
 
     def drop(self, virtual: int, last_step: int) -> bool:
         """One user less; steps up to ``last_step`` may still read for it. True: nobody holds the page any more."""
         if self.users[virtual] <= 0:
             raise LedgerError(f"{self.group}: virtual page {virtual} is released twice")
         self.users[virtual] -= 1
+        self.holders[virtual] -= 1
         if last_step > self.last_step[virtual]:
             self.last_step[virtual] = last_step
         if self.users[virtual]:
@@ -78,13 +85,15 @@ class PageTable:
         if self.cached[virtual]:
             raise LedgerError(f"{self.group}: the tree already holds virtual page {virtual}")
         self.cached[virtual] = True
+        self.holders[virtual] += 1
 
     def forget(self, virtual: int) -> bool:
         """The prefix tree lets the page go. True: nobody holds it any more."""
         if not self.cached[virtual]:
             raise LedgerError(f"{self.group}: the tree does not hold virtual page {virtual}")
         self.cached[virtual] = False
-        if self.users[virtual] or self.pins[virtual]:
+        self.holders[virtual] -= 1
+        if self.holders[virtual]:
             return False
         self.num_cached_only -= 1
         return True
@@ -97,12 +106,14 @@ class PageTable:
             if self.users[virtual] == 0:
                 self.num_cached_only -= 1
         self.pins[virtual] += 1
+        self.holders[virtual] += 1
 
     def unpin(self, virtual: int) -> bool:
         """Ends one pin. True: nobody holds the page any more."""
         if self.pins[virtual] <= 0:
             raise LedgerError(f"{self.group}: virtual page {virtual} is not pinned")
         self.pins[virtual] -= 1
+        self.holders[virtual] -= 1
         if self.pins[virtual]:
             return False
         self.num_pinned -= 1
@@ -125,6 +136,10 @@ class PageTable:
         virtual = tuple(self._changed)
         self._changed.clear()
         return TableUpdate(self.group, virtual, tuple([self.physical[page] for page in virtual]))
+
+    def count_alone(self, virtuals: Sequence[int]) -> int:
+        """How many of a request's pages nobody else holds."""
+        return list(map(self.holders.__getitem__, virtuals)).count(1)
 
     def _maybe_unheld(self, virtual: int) -> bool:
         if self.pins[virtual]:

@@ -10,6 +10,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_DTYPES = ("auto", "bf16", "fp8_e4m3")
 MEMORY_MODES = ("arena", "split")
 EXPERT_MODES = ("resident", "paged")
+HOST_STORES = ("private", "shared")
 LOAD_MODES = ("checkpoint", "random")
 
 
@@ -36,6 +37,7 @@ class WorkerConfig:
         host_tier_bytes: pinned host memory for evicted pages; 0: none.
         experts: ``resident`` or ``paged``.
         expert_bytes: with ``paged``, bytes for resident experts; 0: what is left over.
+        host_store: with ``paged``, ``private`` host memory, or ``shared`` with the other replicas of this host.
         attention_backend: ``auto`` or a name from the registry.
         deterministic: outputs do not depend on batch, chunks, cache hits or retraction.
         load: ``checkpoint``, or ``random`` for seeded random weights of the folder's config.json.
@@ -62,6 +64,7 @@ class WorkerConfig:
     host_tier_bytes: int = 0
     experts: str = "resident"
     expert_bytes: int = 0
+    host_store: str = "private"
     attention_backend: str = "auto"
     deterministic: bool = False
     load: str = "checkpoint"
@@ -80,6 +83,7 @@ class WorkerConfig:
             "kv_dtype": KV_DTYPES,
             "memory_mode": MEMORY_MODES,
             "experts": EXPERT_MODES,
+            "host_store": HOST_STORES,
             "load": LOAD_MODES,
         }
         return [

@@ -11,6 +11,7 @@ import torch
 
 from memory.api import PageSpec
 from memory.device.arena import Arena
+from memory.ledger.specs import expert_spec
 from worker.api import ModelInfo, TokenLogprobs
 from worker.attention import BACKENDS
 from worker.attention.base import AttentionBackend, AttentionShape
@@ -19,9 +20,13 @@ from worker.errors import ConfigError
 from worker.execution.batch import BatchBuilder
 from worker.execution.loading import load_model
 from worker.execution.sampler import SampledRows, Sampler
+from worker.experts.pager import ExpertPager
+from worker.models.base import ExpertFactory
+from worker.models.paged import paged_factory
 from worker.scheduling.step import StepPlan, StepResult
 
 DEFAULT_PAGE_TOKENS = 64
+EXPERT_GROUP = "expert"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +41,22 @@ class LaunchedStep:
 class ModelRunner:
     """One model on one device. ``attach_memory`` comes once, before the first step."""
 
-    def __init__(self, config: WorkerConfig) -> None:
-        """Loads the model. ConfigError, ModelLoadError."""
+    def __init__(self, config: WorkerConfig, experts: ExpertFactory | None = None) -> None:
+        """Loads the model; ``experts`` stands in for what ``config.experts`` says. ConfigError, ModelLoadError."""
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         self._config = config
-        loaded = load_model(config)
+        paged = paged_factory(config) if experts is None and config.experts == "paged" else None
+        loaded = load_model(config, paged or experts)
         self._model = loaded.model
         self._device = loaded.device
         self.model_info: ModelInfo = loaded.info
         page_tokens = config.page_tokens or DEFAULT_PAGE_TOKENS
         self.page_specs: tuple[PageSpec, ...] = tuple(g.page_spec(page_tokens) for g in self._model.groups)
+        self.pager: ExpertPager | None = None
+        if paged is not None:
+            self.pager = paged.finish(loaded.device)
+            self.page_specs += (expert_spec(EXPERT_GROUP, self.pager.host.place_bytes),)
         self._shapes = {g.name: g.attention for g in self._model.groups if g.attention is not None}
         self._backend = _choose_backend(config, tuple(self._shapes.values()), self._device)
         self._last_tokens = torch.zeros(config.max_running, dtype=torch.int64, device=self._device)
@@ -63,6 +73,8 @@ class ModelRunner:
             raise ValueError(f"the arena lacks the page groups {sorted(absent)}")
         self._arena = Arena(specs, arena_bytes, self._device)
         self._builder = BatchBuilder(self._arena, self._shapes, self._backend, self._model.conv_width)
+        if self.pager is not None:
+            self.pager.attach(self._arena.grids[EXPERT_GROUP])
 
     @property
     def arena(self) -> Arena:
@@ -79,6 +91,9 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Starts a step; its sampled tokens stay on the device for the steps launched after it."""
         started_s = time.perf_counter()
+        if self.pager is not None:
+            # Bans come first: behind them the step's own moves and kernels may write where experts were.
+            self.pager.begin_step(plan.step, plan.commands, plan.num_decode_rows)
         self.arena.apply(plan.commands)
         self._sampler.start(plan.started)
         if plan.num_rows == 0:
@@ -86,6 +101,8 @@ class ModelRunner:
         assert self._builder is not None
         batch = self._builder.build(plan, self._last_tokens)
         hidden = self._model.decoder.forward(batch.token_ids, batch.context)
+        if self.pager is not None:
+            self.pager.end_step()
         if not plan.samples.any():
             return LaunchedStep(plan, None, started_s)
         logits = self._model.decoder.logits(hidden.final.index_select(0, batch.sample_index))
@@ -104,6 +121,8 @@ class ModelRunner:
             found = launched.sampled.logprobs
             if found:
                 logprobs = tuple((found[row],) if row in found else () for row in range(plan.num_rows))
+        if self.pager is not None:
+            self.pager.raise_if_corrupt()
         seconds = time.perf_counter() - launched.started_s
         return StepResult(plan.step, token_ids, plan.samples.astype(np.int64), logprobs, seconds)
 

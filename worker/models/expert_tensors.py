@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 
 import torch
 
@@ -56,12 +57,18 @@ def unquantized_experts(
     [E, H, I] where the checkpoint stacks them, else ``E.{gate,up,down}_proj.weight``."""
     hidden, inner = shape.hidden_size, shape.intermediate_size
     if source.has(f"{prefix}.gate_up_proj"):
-        gate_up = source.take(f"{prefix}.gate_up_proj", (num_experts, 2 * inner, hidden))
-        down = source.take(f"{prefix}.down_proj", (num_experts, hidden, inner))
+        # Read when the first expert is asked for, and let go with the reader: a layer at a time is in memory.
+        @cache
+        def stacked() -> tuple[torch.Tensor, torch.Tensor]:
+            return (
+                source.take(f"{prefix}.gate_up_proj", (num_experts, 2 * inner, hidden)),
+                source.take(f"{prefix}.down_proj", (num_experts, hidden, inner)),
+            )
+
         return lambda expert: {
-            "gate_proj.weight": gate_up[expert, :inner],
-            "up_proj.weight": gate_up[expert, inner:],
-            "down_proj.weight": down[expert],
+            "gate_proj.weight": stacked()[0][expert, :inner],
+            "up_proj.weight": stacked()[0][expert, inner:],
+            "down_proj.weight": stacked()[1][expert],
         }
     return lambda expert: {
         "gate_proj.weight": source.take(f"{prefix}.{expert}.gate_proj.weight", (inner, hidden)),

@@ -169,7 +169,7 @@ def test_one_error_names_missing_extra_and_misshapen_tensors(tmp_path: Path) -> 
         ("qwen3_5_moe", {"layer_types": ["full_attention"]}, "layer_types"),
         ("qwen3_5_moe", {"attention_window_sizes": [8, None, None, None]}, r"attention_window_sizes\[0\]=8"),
         ("qwen3_5_moe", {"attention_window_sizes": [None, 0]}, "attention_window_sizes"),
-        ("qwen3_5", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ("qwen3_5", {"quantization_config": {"quant_method": "gguf"}}, "quantization_config"),
         ("qwen3_5", {"num_attention_heads": None}, "num_attention_heads=None"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers"),
         ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window"),

@@ -9,7 +9,7 @@ import torch
 from kernels import experts as face
 from kernels._reference.experts import read_expert, run_experts
 from kernels._triton import experts as triton_experts
-from kernels.pointwise import silu_and_mul
+from kernels.pointwise import GatedActivation
 from tests.helpers.formats import CONFIGS, MadeExpert, format_of, make_expert, with_group
 from worker.errors import ModelLoadError
 from worker.experts.block_format import block_format
@@ -112,7 +112,7 @@ def test_the_triton_kernel_and_the_reference_agree_with_the_meaning(
     moved = [value.to(DEVICE) for value in (x, weights, experts)]
     out = triton_experts.run_experts(*moved, table, where, inner).cpu()
     host = torch.tensor([block.data_ptr() for block in blocks])
-    plain = run_experts(x, weights, experts, host, where, inner, silu_and_mul, None)
+    plain = run_experts(x, weights, experts, host, where, inner, GatedActivation(), None)
     want = np.zeros((tokens, hidden))
     for token, choice in ((0, 0), (0, 1), (1, 0), (1, 1)):
         meaning = made[int(experts[token, choice])].meaning
@@ -131,7 +131,7 @@ def test_a_tee_stores_the_blocks_of_chosen_experts_and_no_others() -> None:
     table = torch.tensor([block.data_ptr() for block in blocks])
     tee = torch.tensor([0, places[1].data_ptr(), places[2].data_ptr(), 0])
     experts = torch.tensor([[3, 1]])
-    face.run_experts(torch.randn(1, 64), torch.rand(1, 2), experts, table, where, 32, silu_and_mul, tee)
+    face.run_experts(torch.randn(1, 64), torch.rand(1, 2), experts, table, where, 32, GatedActivation(), tee)
     assert torch.equal(places[1], blocks[1])
     assert not places[0].any()
     assert not places[2].any(), "an expert that nobody chose was stored"

@@ -1,0 +1,108 @@
+"""Host memory of an exact size for experts: private to a worker, or shared by the replicas of a host.
+
+A shared region is a file below /dev/shm named by its content. The first replica fills it under a lock and marks it
+complete; others wait for that and map it; it outlives a replica's restart, and :func:`remove_shared` ends it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import mmap
+import os
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+log = logging.getLogger(__name__)
+
+SHARED_FOLDER = Path("/dev/shm")
+_HEADER_BYTES = 4096
+_COMPLETE = b"headroom experts, complete"
+
+
+class HostRegion:
+    """``num_bytes`` of zeroed, page-aligned host memory.
+
+    Attributes:
+        data: [num_bytes] uint8 over it.
+        is_filled: whether another worker has already put the content there.
+    """
+
+    def __init__(self, num_bytes: int, shared_name: str | None = None) -> None:
+        """Maps anonymous memory, or with ``shared_name`` the shared file, waiting while another worker fills it."""
+        self._file: int | None = None
+        self.is_filled = False
+        skip = 0
+        if shared_name is None:
+            self._map = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        else:
+            skip = _HEADER_BYTES
+            self._map = self._open_shared(SHARED_FOLDER / f"headroom-{shared_name}", num_bytes + skip)
+        whole = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.data = whole[skip : skip + num_bytes]
+
+    def _open_shared(self, path: Path, num_bytes: int) -> mmap.mmap:
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("waiting for another worker to fill %s", path)
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+        if os.fstat(self._file).st_size != num_bytes:
+            os.ftruncate(self._file, 0)
+            os.ftruncate(self._file, num_bytes)
+        found = mmap.mmap(self._file, num_bytes)
+        self.is_filled = found[: len(_COMPLETE)] == _COMPLETE
+        if self.is_filled:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+        return found
+
+    def complete(self) -> None:
+        """The content is there: lets other workers in. Does nothing for a private region or one found filled."""
+        if self._file is None or self.is_filled:
+            return
+        self._map[: len(_COMPLETE)] = _COMPLETE
+        self.is_filled = True
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        """Lets the lock and the file go; the bytes stay mapped as long as tensors look at them."""
+        if self._file is not None:
+            # Said, not left to close(): the mapping holds a duplicate of the file, and with it the lock.
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+            os.close(self._file)
+            self._file = None
+
+    def __enter__(self) -> HostRegion:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def remove_shared(name: str) -> bool:
+    """Removes a shared region's file; workers that have it mapped keep it. False if there is none."""
+    path = SHARED_FOLDER / f"headroom-{name}"
+    if not path.exists():
+        return False
+    path.unlink()
+    return True
+
+
+def pin(data: torch.Tensor) -> str | None:
+    """Registers host memory with the GPU's driver, mapped, at its exact size. None when done, else why it failed; the
+    driver's error is cleared, so that later calls do not stumble over it."""
+    runtime = torch.cuda.cudart()
+    mapped_and_portable = 3
+    code = int(runtime.cudaHostRegister(data.data_ptr(), data.numel(), mapped_and_portable))
+    if code == 0:
+        return None
+    runtime.cudaGetLastError()
+    return (
+        f"the driver refused to pin {data.numel() / 1e9:.1f} GB of host memory (CUDA error {code}): see `ulimit -l`;"
+        " under WSL2 about half of the machine's memory can be pinned"
+    )

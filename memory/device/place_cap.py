@@ -1,0 +1,54 @@
+"""Keeps the places in use at a fixed number: of those the ledger allows, at most ``limit`` are handed to the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from memory.api import PlaceRange
+from memory.ledger.spans import Span, common, merged, total, without
+
+
+class PlaceCap:
+    """Turns the ledger's bans and allows into the device's, so that at most ``limit`` places are ever usable."""
+
+    def __init__(self, limit: int | None) -> None:
+        """None: no limit."""
+        self._limit = limit
+        self._allowed: list[Span] = []
+        self._used: list[Span] = []
+
+    @property
+    def num_places(self) -> int:
+        """Places the device may use."""
+        return total(self._used)
+
+    def update(
+        self, ban: Sequence[PlaceRange], allow: Sequence[PlaceRange]
+    ) -> tuple[tuple[PlaceRange, ...], tuple[PlaceRange, ...]]:
+        """The device's bans and allows after the ledger's. Places in use stay in use while they are allowed."""
+        banned = merged((r.first, r.last) for r in ban)
+        self._allowed = merged([*without(self._allowed, banned), *((r.first, r.last) for r in allow)])
+        before = self._used
+        used = common(before, self._allowed)
+        spare = without(self._allowed, used)
+        left = None if self._limit is None else self._limit - total(used)
+        used = merged([*used, *_first(spare, left)])
+        self._used = used
+        return _ranges(without(before, used)), _ranges(without(used, before))
+
+
+def _first(spans: list[Span], count: int | None) -> list[Span]:
+    if count is None:
+        return spans
+    found = []
+    for low, high in spans:
+        if count <= 0:
+            break
+        high = min(high, low + count)
+        found.append((low, high))
+        count -= high - low
+    return found
+
+
+def _ranges(spans: list[Span]) -> tuple[PlaceRange, ...]:
+    return tuple(PlaceRange(low, high) for low, high in spans)

@@ -1,0 +1,281 @@
+"""Decides on the device which experts have places: hits are stamped, misses take victims, the rest is read in place.
+
+Everything is tensor operations of fixed shape without a look at a value by the host, so that a step can be captured.
+The order within a step: :meth:`Residency.apply` (bans, allows), :meth:`Residency.begin_step` (one scan refills the
+queue of victims), then per layer :meth:`Residency.decide`, the experts' products, :meth:`Residency.publish`.
+
+What always holds:
+
+- a victim's address points to the host before the first byte of its place is overwritten (``decide`` comes before the
+  kernel that stores), and a new owner's address to the place only after its last byte (``publish`` comes behind it);
+- no place stamped in this step, and none that the executing layer owns, is a victim;
+- rows that do not stamp (prefill, padding) take no places and move nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+from memory.device.commands import decode_places
+
+FREE, BANNED = -1, -2
+FREQUENCY_DECAY = 0.98
+"""Of an expert's use count, per step."""
+RECENCY_WEIGHT = 0.1
+"""LFRU: what having been used in the last step counts beside the decayed number of uses, falling with age."""
+FROZEN_MARGIN = 2.0
+"""While frozen, a miss takes a place only where its score is so many times its victim's."""
+THAW_SHARE = 0.75
+"""The set is frozen when a step's experts exceed the places, and thawed when they fall below this share of them."""
+
+
+class Lane(IntEnum):
+    """How an expert of a step was had; rows of the counters. EVICTED counts places that lost an owner."""
+
+    HIT = 0
+    TEE = 1
+    IN_PLACE = 2
+    PREFILL_HIT = 3
+    PREFILL_IN_PLACE = 4
+    EVICTED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class ResidencyRules:
+    """``policy``: ``lru`` or ``lfru``. ``queue_places``: victims found by a step's scan at most."""
+
+    policy: str = "lfru"
+    queue_places: int = 1024
+
+
+class Residency:
+    """Tables of one model's experts over the places of one arena.
+
+    Attributes:
+        address: [rows, experts] int64, where the kernel reads an expert.
+        owner: [places] int64, row * experts + expert, or FREE (also while its content is on the way), or BANNED.
+        stamp: [places] int64, the last step that used a place.
+        generation: [places] int64, counts changes of a place's content.
+        counts: [lanes, rows] int64, distinct experts per layer and step by :class:`Lane`.
+        frozen: [] bool.
+    """
+
+    def __init__(
+        self,
+        host_address: torch.Tensor,
+        base_address: int,
+        place_bytes: int,
+        num_places: int,
+        rules: ResidencyRules = ResidencyRules(),
+    ) -> None:
+        """``host_address`` [rows, experts] int64 on the device of the tables; places lie at ``base_address`` + number *
+        ``place_bytes``. All begin banned."""
+        if rules.policy not in ("lru", "lfru"):
+            raise ValueError(f"policy={rules.policy!r} must be lru or lfru")
+        device = host_address.device
+        self._rows, self._experts = host_address.shape
+        self._host = host_address
+        self._base, self._place_bytes, self.num_places = base_address, place_bytes, num_places
+        self._rules = rules
+        # Each table has one entry more: where masked writes go.
+        self._flat_address = torch.cat([host_address.flatten(), host_address.new_zeros(1)])
+        self._owner = torch.full((num_places + 1,), BANNED, dtype=torch.int64, device=device)
+        self._stamp = torch.full((num_places + 1,), -1, dtype=torch.int64, device=device)
+        self._generation = torch.zeros(num_places + 1, dtype=torch.int64, device=device)
+        self._step = torch.zeros((), dtype=torch.int64, device=device)
+        self._uses = torch.zeros(self._rows * self._experts + 1, device=device)
+        self._seen = torch.full((self._rows * self._experts + 1,), -1, dtype=torch.int64, device=device)
+        self._queue = torch.full((min(rules.queue_places, num_places),), num_places, device=device)
+        self._demand = torch.zeros((), dtype=torch.int64, device=device)
+        self._taken = torch.full((self._experts,), num_places, dtype=torch.int64, device=device)
+        self.frozen = torch.zeros((), dtype=torch.bool, device=device)
+        self.counts = torch.zeros(len(Lane), self._rows, dtype=torch.int64, device=device)
+
+    @property
+    def address(self) -> torch.Tensor:
+        """[rows, experts]."""
+        return self._flat_address[:-1].view(self._rows, self._experts)
+
+    @property
+    def owner(self) -> torch.Tensor:
+        """[places]."""
+        return self._owner[:-1]
+
+    @property
+    def stamp(self) -> torch.Tensor:
+        """[places]."""
+        return self._stamp[:-1]
+
+    @property
+    def generation(self) -> torch.Tensor:
+        """[places]."""
+        return self._generation[:-1]
+
+    @property
+    def resident(self) -> torch.Tensor:
+        """[rows, experts] bool."""
+        return self.address != self._host
+
+    def apply(self, block: torch.Tensor) -> None:
+        """A command block (``memory.device.commands``): owners of banned places point to the host again; places that
+        are allowed are free."""
+        ban, allow = decode_places(block, self.num_places)
+        owner = self.owner
+        dropped = torch.where(ban & (owner >= 0), owner, self._rows * self._experts)
+        self._flat_address.scatter_(0, dropped, self._host_of(dropped))
+        self._generation[:-1] += ban
+        owner.copy_(torch.where(ban, BANNED, torch.where(allow & (owner == BANNED), FREE, owner)))
+        self._stamp[:-1] = torch.where(ban | allow, -1, self.stamp)
+
+    def begin_step(self, step: int) -> None:
+        """Opens a step: ages use counts, decides on freezing, and refills the queue with the least worthy places."""
+        usable = (self.owner != BANNED).sum()
+        thawed = self._demand < THAW_SHARE * usable
+        self.frozen = torch.where(self._demand > usable, True, torch.where(thawed, False, self.frozen))
+        self._demand.zero_()
+        self._step.fill_(step)
+        self._uses *= FREQUENCY_DECAY
+        worth = self._worth(self.owner)
+        worth = torch.where(self.owner == FREE, -1.0, worth)
+        worth = torch.where(self.owner == BANNED, torch.inf, worth)
+        order = torch.argsort(worth, stable=True)[: len(self._queue)]
+        self._queue = torch.where(self.owner[order] == BANNED, self.num_places, order)
+
+    def decide(self, row: int, experts: torch.Tensor, stamping: torch.Tensor) -> torch.Tensor:
+        """Which of a layer's missing experts take a place now.
+
+        Args:
+            row: of the layer. experts: [tokens, experts_per_token] int64, -1 in padding.
+            stamping: [tokens] bool: rows whose experts are stamped and may take places.
+
+        Returns:
+            [experts] int64, the address where a chosen expert's block is to be stored, 0 for nowhere.
+        """
+        none = self.num_places
+        wanted = self._distinct(experts, stamping)
+        place = self._places(row)
+        hit, miss = wanted & (place < none), wanted & (place >= none)
+        self._stamp.scatter_(0, torch.where(hit, place, none), self._step.expand(self._experts))
+        first = row * self._experts
+        self._uses[first : first + self._experts] += wanted
+        seen = self._seen[first : first + self._experts]
+        seen.copy_(torch.where(wanted, self._step, seen))
+        self._demand += wanted.sum()
+        victim = self._victims(row, miss)
+        taken = victim < none
+        old = self._owner[victim]
+        evicted = taken & (old >= 0)
+        lost = torch.where(evicted, old, self._rows * self._experts)
+        self._flat_address.scatter_(0, lost, self._host_of(lost))
+        self._owner.scatter_(0, victim, FREE)
+        self._generation.scatter_add_(0, victim, taken.to(torch.int64))
+        self._stamp.scatter_(0, victim, self._step.expand(self._experts))
+        self._taken = victim
+        self._count(row, experts, stamping, wanted, hit, taken, evicted)
+        return torch.where(taken, self._base + victim * self._place_bytes, 0)
+
+    def publish(self, row: int) -> None:
+        """The blocks that ``decide`` gave places are stored: their owners are entered, and addresses point to them."""
+        victim, none = self._taken, self.num_places
+        taken = victim < none
+        own = torch.arange(self._experts, device=victim.device) + row * self._experts
+        self._owner.scatter_(0, victim, torch.where(taken, own, FREE))
+        there = self._base + victim * self._place_bytes
+        first = row * self._experts
+        address = self._flat_address[first : first + self._experts]
+        address.copy_(torch.where(taken, there, address))
+
+    def _distinct(self, experts: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """[experts] bool: who is chosen in the given rows."""
+        chosen = torch.where(rows.unsqueeze(1) & (experts >= 0), experts, self._experts).flatten()
+        found = torch.zeros(self._experts + 1, dtype=torch.bool, device=experts.device)
+        return found.scatter_(0, chosen, torch.ones_like(chosen, dtype=torch.bool))[:-1]
+
+    def _places(self, row: int) -> torch.Tensor:
+        """[experts] the place of each expert of a layer; the number of places for those on the host."""
+        address = self.address[row]
+        there = torch.div(address - self._base, self._place_bytes, rounding_mode="floor")
+        return torch.where(address == self._host[row], self.num_places, there)
+
+    def _host_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Host addresses by row * experts + expert; the last, unused entry stays 0."""
+        known = torch.cat([self._host.flatten(), self._host.new_zeros(1)])
+        return known[flat]
+
+    def _worth(self, flat: torch.Tensor) -> torch.Tensor:
+        """The policy's score of experts; callers mask what is below 0."""
+        held = flat.clamp_min(0)
+        if self._rules.policy == "lru":
+            return self._seen[held].float() + 1.0
+        age = (self._step - self._seen[held]).clamp_min(0).float() + 1.0
+        return self._uses[held] + RECENCY_WEIGHT / age
+
+    def _victims(self, row: int, miss: torch.Tensor) -> torch.Tensor:
+        """[experts] the place that each missing expert takes, the number of places where it takes none: the n-th miss
+        is paired with the n-th of the queue that may be a victim now, and takes it if it is worth more."""
+        none, length = self.num_places, len(self._queue)
+        if length == 0:
+            return torch.full_like(miss, none, dtype=torch.int64)
+        owner, stamp = self._owner[self._queue], self._stamp[self._queue]
+        ours = torch.div(owner, self._experts, rounding_mode="floor") == row
+        fit = (self._queue < none) & (stamp < self._step) & ~ours & (owner != BANNED)
+        slot = torch.where(fit, fit.cumsum(0) - 1, length)
+        ready = torch.full((length + 1,), none, dtype=torch.int64, device=miss.device)
+        ready.scatter_(0, slot, self._queue)
+        ready[length] = none
+        rank = (miss.cumsum(0) - 1).clamp(0, length)
+        victim = torch.where(miss, ready[rank], none)
+        return torch.where(self._may_take(row, victim), victim, none)
+
+    def _may_take(self, row: int, victim: torch.Tensor) -> torch.Tensor:
+        """[experts] bool: the place is free, or the expert is worth more than its owner."""
+        owner = self._owner[victim]
+        if self._rules.policy == "lru":
+            return (owner == FREE) | ~self.frozen
+        own = torch.arange(self._experts, device=victim.device) + row * self._experts
+        margin = torch.where(self.frozen, FROZEN_MARGIN, 1.0)
+        return (owner == FREE) | (self._worth(own) > margin * self._worth(owner))
+
+    def _count(
+        self,
+        row: int,
+        experts: torch.Tensor,
+        stamping: torch.Tensor,
+        wanted: torch.Tensor,
+        hit: torch.Tensor,
+        taken: torch.Tensor,
+        evicted: torch.Tensor,
+    ) -> None:
+        others = self._distinct(experts, ~stamping) & ~wanted
+        there = self._places(row) < self.num_places
+        by_lane = {
+            Lane.HIT: hit,
+            Lane.TEE: taken,
+            Lane.IN_PLACE: wanted & ~hit & ~taken,
+            Lane.PREFILL_HIT: others & there,
+            Lane.PREFILL_IN_PLACE: others & ~there,
+            Lane.EVICTED: evicted,
+        }
+        self.counts[:, row] += torch.stack([by_lane[lane].sum() for lane in Lane])
+
+    def audit(self) -> list[str]:
+        """What does not hold, between steps: addresses and owners must be a bijection, banned places without owner.
+        Looks at values, so the host waits."""
+        problems = []
+        address, host = self._flat_address[:-1], self._host.flatten()
+        place = torch.div(address - self._base, self._place_bytes, rounding_mode="floor")
+        for flat in (address != host).nonzero().flatten().tolist():
+            at = int(place[flat])
+            name = f"layer row {flat // self._experts}, expert {flat % self._experts}"
+            if not 0 <= at < self.num_places or int(address[flat]) != self._base + at * self._place_bytes:
+                problems.append(f"{name}: its address is neither the host's nor a place's")
+            elif int(self.owner[at]) != flat:
+                problems.append(f"{name}: place {at} belongs to {int(self.owner[at])}")
+        for at in (self.owner >= 0).nonzero().flatten().tolist():
+            flat = int(self.owner[at])
+            if int(address[flat]) != self._base + at * self._place_bytes:
+                problems.append(f"place {at}: its owner {flat} is read elsewhere")
+        return problems

@@ -1,0 +1,115 @@
+"""The host store: exact size, alignment, hashes, and one filling for all replicas of a host."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+import uuid
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kernels.hashing import hash_blocks
+from memory.device.host_experts import HostExperts, LayerBlocks
+from memory.device.host_region import SHARED_FOLDER, remove_shared
+
+BLOCKS = {1: LayerBlocks(4, 384), 5: LayerBlocks(2, 128)}
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    found = f"test-{uuid.uuid4().hex}"
+    yield found
+    remove_shared(found)
+
+
+def fill(host: HostExperts, value: int) -> None:
+    for layer, entry in BLOCKS.items():
+        for expert in range(entry.num_experts):
+            host.block(layer, expert).fill_(value + expert)
+            host.seal(layer, expert)
+
+
+def test_blocks_lie_one_behind_the_other_without_a_byte_between() -> None:
+    host = HostExperts(BLOCKS)
+    assert host.layers == (1, 5)
+    assert host.num_bytes == 4 * 384 + 2 * 128
+    assert host.place_bytes == 384
+    addresses = host.addresses()
+    assert addresses.shape == (2, 4)
+    assert addresses[1, 2:].tolist() == [0, 0]
+    assert (addresses % 128 == 0).all()
+    assert addresses[1, 0] - addresses[0, 0] == 4 * 384
+    fill(host, 7)
+    for layer, expert in ((1, 3), (5, 1)):
+        assert int(addresses[host.row(layer), expert]) == host.block(layer, expert).data_ptr()
+        assert int(host.hashes[host.row(layer), expert]) == int(hash_blocks(host.block(layer, expert)))
+        assert host.block(layer, expert).unique().tolist() == [7 + expert]
+
+
+def test_blocks_must_be_whole_lines() -> None:
+    with pytest.raises(ValueError, match="128"):
+        HostExperts({0: LayerBlocks(1, 100)})
+    with pytest.raises(ValueError, match="at least one layer"):
+        HostExperts({})
+
+
+def test_the_second_replica_finds_the_first_ones_blocks(name: str) -> None:
+    first = HostExperts(BLOCKS, name)
+    assert not first.is_filled
+    fill(first, 40)
+    first.complete()
+    second = HostExperts(BLOCKS, name)
+    assert second.is_filled
+    assert second.block(1, 2).unique().tolist() == [42]
+    assert torch.equal(second.hashes, first.hashes)
+    first.close()
+    del first
+    third = HostExperts(BLOCKS, name)
+    assert third.is_filled, "the region did not survive its first replica"
+    assert third.block(5, 1).unique().tolist() == [41]
+
+
+def test_a_filling_that_was_broken_off_is_begun_anew(name: str) -> None:
+    broken = HostExperts(BLOCKS, name)
+    fill(broken, 1)
+    broken.close()  # dies before complete()
+    again = HostExperts(BLOCKS, name)
+    assert not again.is_filled
+    again.complete()
+
+
+def test_another_layout_under_the_name_is_not_taken_for_ours(name: str) -> None:
+    first = HostExperts(BLOCKS, name)
+    fill(first, 3)
+    first.complete()
+    other = HostExperts({1: LayerBlocks(8, 384)}, name)
+    assert not other.is_filled
+    other.complete()
+
+
+def _wait_for(name: str, answer: multiprocessing.SimpleQueue[list[int]]) -> None:
+    host = HostExperts(BLOCKS, name)
+    answer.put([int(host.is_filled), int(host.block(1, 0)[0])])
+
+
+def test_a_replica_that_starts_meanwhile_waits(name: str) -> None:
+    context = multiprocessing.get_context("fork")
+    answer: multiprocessing.SimpleQueue[list[int]] = context.SimpleQueue()
+    first = HostExperts(BLOCKS, name)
+    other = context.Process(target=_wait_for, args=(name, answer))
+    other.start()
+    time.sleep(0.3)
+    assert answer.empty(), "the other did not wait for the store to be filled"
+    fill(first, 9)
+    first.complete()
+    other.join(20)
+    assert answer.get() == [1, 9]
+
+
+def test_removing_ends_the_file(name: str) -> None:
+    HostExperts(BLOCKS, name).complete()
+    assert (SHARED_FOLDER / f"headroom-{name}").stat().st_mode & 0o077 == 0
+    assert remove_shared(name)
+    assert not remove_shared(name)

@@ -1,0 +1,168 @@
+"""Joins the host store, the arena's expert places and the residency tables into what a model's layers call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from kernels.experts import BlockFormat, run_experts
+from kernels.pointwise import GatedActivation
+from memory.api import StepCommands
+from memory.device.commands import encode_places
+from memory.device.host_experts import HostExperts
+from memory.device.place_cap import PlaceCap
+from memory.device.residency import Residency, ResidencyRules
+from memory.device.residency_check import ResidencyCheck
+from worker.errors import ConfigError, EngineDead
+
+
+@dataclass(frozen=True, slots=True)
+class PagerOptions:
+    """``expert_bytes``: bytes of places in use at most, 0: all that the ledger allows. ``checked_places``: places whose
+    content is compared with its hash per step."""
+
+    expert_bytes: int = 0
+    rules: ResidencyRules = field(default_factory=ResidencyRules)
+    checked_places: int = 1
+
+
+class ExpertPager:
+    """One model's paged experts. :meth:`attach` comes once, before the first step.
+
+    A step: :meth:`begin_step`, then :meth:`run` for each layer in order, then :meth:`end_step`.
+    """
+
+    def __init__(self, host: HostExperts, options: PagerOptions) -> None:
+        self.host = host
+        self.options = options
+        limit = options.expert_bytes // host.place_bytes if options.expert_bytes else None
+        if limit == 0:
+            raise ConfigError(
+                [
+                    f"expert_bytes={options.expert_bytes} is less than one expert's place of {host.place_bytes} bytes"
+                ]
+            )
+        self._cap = PlaceCap(limit)
+        self._residency: Residency | None = None
+        self._check: ResidencyCheck | None = None
+        self._num_stamping = torch.zeros((), dtype=torch.int64)
+        self._token = torch.zeros(0, dtype=torch.int64)
+
+    @property
+    def residency(self) -> Residency:
+        """The tables; RuntimeError before ``attach``."""
+        if self._residency is None:
+            raise RuntimeError("the arena is attached before the first step")
+        return self._residency
+
+    @property
+    def num_places(self) -> int:
+        """Places that experts may use now."""
+        return self._cap.num_places
+
+    def attach(self, grid: torch.Tensor) -> None:
+        """Takes the arena's expert grid, [places, place_bytes] uint8."""
+        device = grid.device
+        self._residency = Residency(
+            self.host.addresses().to(device),
+            grid.data_ptr(),
+            grid.stride(0),
+            grid.shape[0],
+            self.options.rules,
+        )
+        self._check = ResidencyCheck(
+            self._residency,
+            grid,
+            self.host.hashes.to(device),
+            self.host.block_bytes,
+            self.options.checked_places,
+        )
+        self._num_stamping = torch.zeros((), dtype=torch.int64, device=device)
+
+    def begin_step(self, step: int, commands: StepCommands, num_stamping: int) -> None:
+        """Carries bans and allows out and opens a step whose first ``num_stamping`` tokens may page."""
+        ban, allow = self._cap.update(commands.ban, commands.allow)
+        residency = self.residency
+        for block in encode_places(ban, allow):
+            residency.apply(block.to(self._num_stamping.device))
+        residency.begin_step(step)
+        self._num_stamping.fill_(num_stamping)
+
+    def run(
+        self,
+        row: int,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        experts: torch.Tensor,
+        where: BlockFormat,
+        inner: int,
+        activation: GatedActivation,
+    ) -> torch.Tensor:
+        """One layer, the tee lane: misses are computed from host memory, stored where they get a place, and published
+        behind the layer's combine."""
+        residency = self.residency
+        if len(self._token) < len(x):
+            self._token = torch.arange(2 * len(x), device=x.device)
+        stamping = self._token[: len(x)] < self._num_stamping
+        tee = residency.decide(row, experts, stamping)
+        out = run_experts(x, weights, experts, residency.address[row], where, inner, activation, tee)
+        residency.publish(row)
+        return out
+
+    def end_step(self) -> None:
+        """Checks a few places behind the step's last layer, in the order of the stream."""
+        if self._check is not None:
+            self._check.step()
+
+    def raise_if_corrupt(self) -> None:
+        """EngineDead naming layer and expert when a place did not hold its expert's bytes. Waits for the device."""
+        if self._check is None:
+            return
+        count, row, expert = self._check.found.tolist()
+        if count:
+            raise EngineDead(
+                f"expert {expert} of layer {self.host.layers[row]} in device memory is not what was loaded"
+                f" ({count} places differ from their hash)"
+            )
+
+
+class PagedExperts:
+    """The routed experts of one layer."""
+
+    def __init__(
+        self, pager: ExpertPager, layer: int, where: BlockFormat, inner: int, activation: GatedActivation
+    ) -> None:
+        self._pager = pager
+        self._row = pager.host.row(layer)
+        self._where, self._inner, self._activation = where, inner, activation
+
+    def __call__(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """Weighted sum over the chosen experts, [tokens, H]."""
+        return self._pager.run(
+            self._row, x.contiguous(), weights, experts, self._where, self._inner, self._activation
+        )
+
+
+class TableExperts:
+    """The routed experts of one layer, all resident: the same kernel over constant addresses."""
+
+    def __init__(
+        self, blocks: torch.Tensor, where: BlockFormat, inner: int, activation: GatedActivation
+    ) -> None:
+        """``blocks`` [experts, block_bytes] uint8 on the device."""
+        self._blocks = blocks
+        self._table = torch.arange(len(blocks), device=blocks.device) * blocks.stride(0) + blocks.data_ptr()
+        self._where, self._inner, self._activation = where, inner, activation
+
+    def __call__(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """Weighted sum over the chosen experts, [tokens, H]."""
+        return run_experts(
+            x.contiguous(), weights, experts, self._table, self._where, self._inner, self._activation
+        )
+
+
+def layer_counts(pager: ExpertPager, lane: int) -> Mapping[int, int]:
+    """One lane's count by model layer; waits for the device."""
+    return dict(zip(pager.host.layers, pager.residency.counts[lane].tolist(), strict=True))

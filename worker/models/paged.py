@@ -1,0 +1,98 @@
+"""Builds paged experts: blocks are filled in the host store, straight from the checkpoint, one expert at a time."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from memory.device.host_experts import HostExperts, LayerBlocks
+from worker.config import WorkerConfig
+from worker.errors import ConfigError
+from worker.execution.weights import WeightSource
+from worker.experts.block_format import block_format
+from worker.experts.identity import shared_name
+from worker.experts.pager import ExpertPager, PagedExperts, PagerOptions, TableExperts
+from worker.layers.mlp import RoutedExperts
+from worker.models.base import ExpertLayer
+
+log = logging.getLogger(__name__)
+
+
+class PagedFactory:
+    """The factory for ``experts=paged``: the rehearsal says how large the store must be, the real pass fills it.
+
+    Extra memory while loading is one expert's tensors, or one layer's where the checkpoint stacks them.
+    """
+
+    def __init__(self, options: PagerOptions, shared_name: str | None = None) -> None:
+        """``shared_name``: of the shared host store that replicas with the same checkpoint use; None: a private one."""
+        self._options = options
+        self._shared_name = shared_name
+        self._blocks: dict[int, LayerBlocks] = {}
+        self._pager: ExpertPager | None = None
+
+    def __call__(self, experts: ExpertLayer, source: WeightSource) -> RoutedExperts:
+        """Reads a layer; see :class:`worker.models.base.ExpertFactory`."""
+        layout = experts.format.block_layout(experts.shape)
+        if source.rehearsing:
+            self._blocks[experts.layer] = LayerBlocks(experts.num_experts, layout.num_bytes)
+            for expert in range(experts.num_experts):
+                experts.read(expert)
+            return _Rehearsed()
+        if self._pager is None:
+            self._pager = ExpertPager(HostExperts(self._blocks, self._shared_name), self._options)
+        host = self._pager.host
+        if not host.is_filled:
+            for expert in range(experts.num_experts):
+                experts.format.pack(experts.read(expert), experts.shape, host.block(experts.layer, expert))
+                host.seal(experts.layer, expert)
+        inner = experts.shape.intermediate_size
+        return PagedExperts(self._pager, experts.layer, block_format(layout), inner, experts.activation)
+
+    def finish(self, device: torch.device) -> ExpertPager:
+        """The pager, all layers read. ConfigError for a model without routed experts, or when the host's memory cannot
+        be pinned for a GPU."""
+        if self._pager is None:
+            raise ConfigError(
+                ["experts='paged': this model has no routed experts; experts=resident serves it"]
+            )
+        host = self._pager.host
+        host.complete()
+        if device.type == "cuda" and (reason := host.pin()) is not None:
+            raise ConfigError([f"experts='paged': {reason}"])
+        log.info(
+            "host store: %.1f MB in %d layers, %d bytes a place, %s",
+            host.num_bytes / 1e6,
+            len(host.layers),
+            host.place_bytes,
+            "pinned" if device.type == "cuda" else "not pinned: the device is the CPU",
+        )
+        return self._pager
+
+
+class _Rehearsed:
+    """Stands where experts will be; never called."""
+
+    def __call__(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("a rehearsal computes nothing")
+
+
+def paged_factory(config: WorkerConfig) -> PagedFactory:
+    """The factory that a worker's settings ask for."""
+    return PagedFactory(PagerOptions(config.expert_bytes), shared_name(config))
+
+
+def table_experts(experts: ExpertLayer, source: WeightSource) -> RoutedExperts:
+    """The factory that keeps every expert's block on the device, at constant addresses, for the same kernel that paged
+    experts use."""
+    layout = experts.format.block_layout(experts.shape)
+    size = 0 if source.rehearsing else layout.num_bytes
+    blocks = torch.empty(experts.num_experts, size, dtype=torch.uint8, device=source.device)
+    for expert in range(experts.num_experts):
+        tensors = experts.read(expert)
+        if not source.rehearsing:
+            experts.format.pack(tensors, experts.shape, blocks[expert])
+    if source.rehearsing:
+        return _Rehearsed()
+    return TableExperts(blocks, block_format(layout), experts.shape.intermediate_size, experts.activation)

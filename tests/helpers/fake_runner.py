@@ -37,6 +37,11 @@ def window_spec(window: int, page_tokens: int = 16) -> PageSpec:
     return PageSpec(f"window{window}", PageKind.WINDOW, page_tokens, (layer,), window)
 
 
+def expert_spec(num_bytes: int = 640) -> PageSpec:
+    layer = LayerRows(0, (Row("block", (num_bytes,), "uint8"),))
+    return PageSpec("expert", PageKind.EXPERT, 1, (layer,))
+
+
 def state_spec(num_bytes: int = 512) -> PageSpec:
     return PageSpec("state", PageKind.STATE, 1, (LayerRows(2, (Row("s", (num_bytes // 8,), "int64"),)),))
 
@@ -106,7 +111,7 @@ def expected_tokens(
             elif spec.kind is PageKind.WINDOW:
                 start = max(0, computed - (spec.window or 0))
                 found.append((values[start:] * POWERS[start:computed]).sum())
-            else:
+            elif spec.kind is PageKind.STATE:
                 found.append(state)
         greedy = sampling.temperature == 0.0
         token = _allowed(_draw(found, 0 if greedy else seed, computed), sampling, generated, end_ids)
@@ -135,14 +140,20 @@ class FakeRunner:
         self._end_ids = end_ids
         self._slots: dict[int, _Slot] = {}
         self._views: dict[str, Values] = {}
+        self._usable: npt.NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
+        self._place_bytes = 0
         self._host: dict[tuple[str, int], Values] = {}
         self.num_from_host = 0
         """pages that came back from the host tier"""
         self._tables: dict[str, npt.NDArray[np.int64]] = {}
 
     def attach_memory(self, specs: Sequence[PageSpec], arena_bytes: int) -> None:
-        buffer = np.full(arena_bytes, GARBAGE, dtype=np.uint8)
+        buffer = self._buffer = np.full(arena_bytes, GARBAGE, dtype=np.uint8)
         for spec in specs:
+            if spec.kind is PageKind.EXPERT:
+                self._place_bytes = spec.page_bytes
+                self._usable = np.zeros(arena_bytes // spec.page_bytes, dtype=np.bool_)
+                continue
             num_pages = arena_bytes // spec.page_bytes
             anchor = arena_bytes % spec.page_bytes if spec.kind is PageKind.FULL else 0
             self._views[spec.name] = np.ndarray(
@@ -163,6 +174,7 @@ class FakeRunner:
         if self.keep_plans:
             self.plans.append(plan)
         self._obey(plan.commands)
+        self._scribble()
         check_order(plan)
         for started in plan.started:
             generated = len(started.known_token_ids) - started.num_prompt_tokens
@@ -213,6 +225,8 @@ class FakeRunner:
         fresh = token_values(tokens, start)
         found: list[np.uint64] = []
         for spec in self.page_specs:
+            if spec.kind is PageKind.EXPERT:
+                continue
             group = plan.groups[spec.name]
             virtual, first_page = group.tables[row], int(group.first_page[row])
             view, table = self._views[spec.name], self._tables[spec.name]
@@ -235,7 +249,19 @@ class FakeRunner:
             found.append((values * POWERS[seen:end]).sum())
         return found
 
+    def _scribble(self) -> None:
+        """Experts may be anywhere in the usable places at any time."""
+        for place in np.flatnonzero(self._usable).tolist():
+            self._buffer[place * self._place_bytes : (place + 1) * self._place_bytes] = GARBAGE
+
+    @property
+    def num_usable_places(self) -> int:
+        """Expert places that may be used now."""
+        return int(self._usable.sum())
+
     def _obey(self, commands: StepCommands) -> None:
+        for banned in commands.ban:
+            self._usable[banned.first : banned.last] = False
         for move in commands.moves:
             self._views[move.group][move.target] = self._views[move.group][move.source]
         for copy in commands.copies:
@@ -254,6 +280,8 @@ class FakeRunner:
                 grown[: len(table)] = table
                 table = self._tables[update.group] = grown
             table[list(update.virtual)] = update.physical
+        for allowed in commands.allow:
+            self._usable[allowed.first : allowed.last] = True
 
 
 class FailingRunner(FakeRunner):

@@ -12,6 +12,7 @@ from tests.helpers.fake_runner import (
     END_TOKEN_ID,
     FakeRunner,
     expected_tokens,
+    expert_spec,
     full_spec,
     state_spec,
     window_spec,
@@ -29,6 +30,7 @@ FULL = (full_spec(),)
 HYBRID = (full_spec(), state_spec())
 WINDOWED = (full_spec(), window_spec(40))
 ALL_KINDS = (full_spec(64), window_spec(40), state_spec())
+WITH_EXPERTS = (full_spec(), state_spec(), expert_spec())
 RECURRENT = (state_spec(),)
 LEDGERS = ("free lists", "arena", "split")
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from memory.api import CHECKPOINT_TOKENS, NO_MATCH, Ledger, PageKind, PageSpec, PrefixMatch, Shortage
 from worker.api import FinishReason, GenerateRequest, TokenEvent
-from worker.errors import InvalidRequest
+from worker.errors import ConfigError, InvalidRequest
 from worker.scheduling.admission import AdmissionControl, OutputForecast, check_can_finish, has_fixed_shares
 from worker.scheduling.applying import Applier
 from worker.scheduling.budget import ChunkRule, StepBudget, choose_decode_rows, last_checkpoint
@@ -52,6 +52,13 @@ class Limits:
     prefix_cache: bool = True
     checkpoint_tokens: int = 1024
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.deterministic and self.max_step_tokens <= CHECKPOINT_TOKENS:
+            least = CHECKPOINT_TOKENS + 1
+            raise ConfigError(
+                [f"deterministic=true needs max_step_tokens of at least {least}, not {self.max_step_tokens}"]
+            )
 
 
 def _block_tokens(specs: Iterable[PageSpec], bundled: bool) -> int:

@@ -13,6 +13,7 @@ from tests.helpers.scheduling import (
     LEDGERS,
     RECURRENT,
     WINDOWED,
+    WITH_EXPERTS,
     Desk,
     bytes_for,
     make_desk,
@@ -25,7 +26,7 @@ MOST_TOKENS = 300
 """Of one request below."""
 
 
-def crowd(desk: Desk, count: int, seed: int) -> None:
+def crowd(desk: Desk, count: int, seed: int, name: str = "r") -> None:
     """Requests of all lengths, half of them starting alike."""
     rng = random.Random(seed)
     starts = [tuple(rng.randrange(200) for _ in range(160)) for _ in range(2)]
@@ -34,7 +35,7 @@ def crowd(desk: Desk, count: int, seed: int) -> None:
         if number % 2:
             prompt = rng.choice(starts)[: rng.choice((64, 100, 160))] + prompt[:40]
         desk.ask(
-            f"r{number}",
+            f"{name}{number}",
             prompt,
             max_tokens=rng.choice((1, 2, 20, 100)),
             ignore_eos=rng.random() < 0.3,
@@ -86,6 +87,27 @@ def test_a_request_sent_back_goes_on_where_it_was(name: str, overlap: bool) -> N
     desk.check_answers()
     desk.check_empty()
     assert desk.scheduler.statistics.retractions.num_retractions > 5
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["lock-step", "overlap"])
+def test_experts_fill_the_gap_and_never_touch_a_page(overlap: bool) -> None:
+    """The runner overwrites every usable expert place in every step."""
+    budget = 2 * bytes_for(WITH_EXPERTS, "arena", MOST_TOKENS)
+    desk = make_desk(
+        WITH_EXPERTS, arena_bytes=budget, overlap=overlap, forecast=optimist(), prefix_cache=False
+    )
+    idle = []
+    for round_number in range(3):
+        crowd(desk, 12, seed=round_number, name=f"round{round_number}.")
+        fewest = desk.runner.num_usable_places
+        while desk.loop.has_work:
+            desk.step()
+            fewest = min(fewest, desk.runner.num_usable_places)
+        desk.loop.settle(50)
+        idle.append((fewest, desk.runner.num_usable_places))
+    desk.check_answers()
+    desk.check_empty()
+    assert all(fewest < after for fewest, after in idle), f"places did not come and go: {idle}"
 
 
 def test_tokens_do_not_depend_on_overlap_or_batch() -> None:

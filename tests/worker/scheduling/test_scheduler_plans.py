@@ -7,6 +7,7 @@ import pytest
 
 from tests.helpers.fake_runner import full_spec, state_spec, window_spec
 from tests.helpers.scheduling import FULL, HYBRID, WINDOWED, Desk, make_desk
+from worker.errors import ConfigError
 from worker.scheduling.budget import ChunkRule, choose_decode_rows, last_checkpoint
 from worker.scheduling.step import StepPlan
 
@@ -207,5 +208,19 @@ def test_deterministic_steps_cut_prompts_at_fixed_places_and_recompute_output_on
     assert [bool(plan.samples[0]) for plan in again] == [False] * 8 + [True] * 4, (
         "8 known tokens, then new ones"
     )
+    desk.finish()
+    desk.check_answers()
+
+
+def test_deterministic_prompts_get_on_beside_running_answers() -> None:
+    with pytest.raises(ConfigError, match="at least 65"):
+        make_desk(deterministic=True, max_step_tokens=64)
+    desk = make_desk(HYBRID, deterministic=True, max_step_tokens=65, max_running=4)
+    for number in range(3):
+        desk.ask(f"r{number}", (number + 1,), max_tokens=100, ignore_eos=True)
+    desk.step(4)
+    desk.ask("long", range(200), max_tokens=3, ignore_eos=True)
+    desk.step(8)
+    assert desk.tokens("long"), "three whole chunks and the rest"
     desk.finish()
     desk.check_answers()

@@ -32,21 +32,23 @@ class PlaceCap:
         used = common(before, self._allowed)
         spare = without(self._allowed, used)
         left = None if self._limit is None else self._limit - total(used)
-        used = merged([*used, *_first(spare, left)])
+        used = merged([*used, *_middles(spare, left)])
         self._used = used
         return _ranges(without(before, used)), _ranges(without(used, before))
 
 
-def _first(spans: list[Span], count: int | None) -> list[Span]:
+def _middles(spans: list[Span], count: int | None) -> list[Span]:
+    """``count`` places out of the middles of the longest spans: bands grow from the ends."""
     if count is None:
         return spans
     found = []
-    for low, high in spans:
-        if count <= 0:
+    for low, high in sorted(spans, key=lambda span: (span[0] - span[1], span[0])):
+        taken = min(count, high - low)
+        if taken <= 0:
             break
-        high = min(high, low + count)
-        found.append((low, high))
-        count -= high - low
+        start = low + (high - low - taken) // 2
+        found.append((start, start + taken))
+        count -= taken
     return found
 
 

@@ -211,12 +211,13 @@ def test_the_hash_sees_a_word_that_changed_or_moved() -> None:
     assert torch.equal(hash_blocks(torch.stack([block, changed]))[0], hash_blocks(block))
 
 
-def test_a_cap_keeps_so_many_places_in_use_and_prefers_those_in_use() -> None:
+def test_a_cap_keeps_so_many_places_in_use_from_the_middle_of_what_is_allowed() -> None:
     cap = PlaceCap(3)
-    assert cap.update([], [PlaceRange(2, 9)]) == ((), (PlaceRange(2, 5),))
-    assert cap.update([PlaceRange(0, 3)], []) == ((PlaceRange(2, 3),), (PlaceRange(5, 6),))
-    assert cap.update([], [PlaceRange(2, 3)]) == ((), ())
-    assert cap.update([PlaceRange(3, 8)], []) == ((PlaceRange(3, 6),), (PlaceRange(2, 3), PlaceRange(8, 9)))
+    assert cap.update([], [PlaceRange(2, 9)]) == ((), (PlaceRange(4, 7),))
+    assert cap.update([PlaceRange(0, 3)], []) == ((), ())
+    assert cap.update([PlaceRange(5, 6)], []) == ((PlaceRange(5, 6),), (PlaceRange(7, 8),))
+    assert cap.update([], [PlaceRange(5, 6)]) == ((), ())
+    assert cap.update([PlaceRange(5, 9)], []) == ((PlaceRange(6, 8),), (PlaceRange(3, 4),))
     assert cap.num_places == 2
     free = PlaceCap(None)
     assert free.update([], [PlaceRange(1, 4)]) == ((), (PlaceRange(1, 4),))

@@ -39,9 +39,12 @@ class Pinned:
     """What a transfer reads: (group, virtual page, physical page once the next step has run)."""
 
     pin: int
+    number: int
     pages: list[tuple[str, int]]
     since_step: int
-    places: dict[tuple[str, int], tuple[int, object]] = field(default_factory=dict)
+    places: dict[tuple[str, int], int | None] = field(default_factory=dict)
+    content: dict[tuple[str, int], object] = field(default_factory=dict)
+    """what the pages show since their request has ended: nobody writes them any more"""
 
 
 class World:
@@ -145,7 +148,7 @@ class World:
     def pin(self, number: int) -> None:
         """A transfer starts to read a request's pages, behind the step submitted next."""
         pages = [(s.name, page) for s in self.specs for page in self.ledger.pages(number, s.name).pages]
-        self.pins.append(Pinned(self.ledger.pin(number), pages, self.step + 1))
+        self.pins.append(Pinned(self.ledger.pin(number), number, pages, self.step + 1))
 
     def unpin(self, pinned: Pinned) -> None:
         """The transfer ends."""
@@ -153,17 +156,24 @@ class World:
         self.ledger.unpin(pinned.pin)
 
     def check_pin(self, pinned: Pinned) -> None:
-        """A pinned page stays where it was, and shows no other page's content."""
+        """A pinned page stays where it was; once its request has ended, its content stays too."""
+        ended = pinned.number not in self.running and not self.device.queue
         for group, virtual in pinned.pages:
             physical = self.device.tables[group].get(virtual)
-            place = pinned.places.setdefault((group, virtual), (physical, None))[0]
+            place = pinned.places.setdefault((group, virtual), physical)
             assert physical == place, f"pinned {group} page {virtual} went from {place} to {physical}"
+            if ended and physical is not None:
+                now = self.device.read(group, physical)
+                then = pinned.content.setdefault((group, virtual), now)
+                assert now == then, f"pinned {group} page {virtual} shows {now!r} instead of {then!r}"
 
     # -- proof ---------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Audit, and conservation of bytes in the headroom."""
+        """Audit, conservation of bytes in the headroom, and with no step in flight every request's content."""
         self.ledger.audit()
+        if not self.device.queue:
+            self._check_content()
         headroom = self.ledger.headroom()
         kinds = headroom.kinds.values()
         extents = sum(
@@ -176,3 +186,18 @@ class World:
             for k in kinds
         )
         assert headroom.gap_bytes + extents + self.ledger.held_back_bytes() == self.arena_bytes
+
+    def _check_content(self) -> None:
+        for number, request in self.running.items():
+            done = request.num_computed
+            for spec in self.specs:
+                run = self.ledger.pages(number, spec.name)
+                state = spec.kind is PageKind.STATE
+                first = 0 if state else first_visible_page(spec, done)
+                for logical in range(first, 1 if state else -(-done // spec.page_tokens)):
+                    page = run.pages[logical - run.first]
+                    found = self.device.read(spec.name, self.device.physical(spec.name, page))
+                    tag = page_tag(spec, request.tokens, logical, done)
+                    assert found == tag, (
+                        f"request {number}: {spec.name} page {logical} shows {found!r}, not {tag!r}"
+                    )

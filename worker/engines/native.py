@@ -10,12 +10,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from memory.api import PAGE_ALIGN_BYTES, PageSpec
 from worker.api import FinishReason, GenerateRequest, ModelInfo, TokenEvent, WorkerSnapshot
 from worker.config import WorkerConfig
 from worker.engines.checks import check_token_ids
+from worker.engines.paged import EngineExperts, report_json, with_experts
 from worker.engines.streams import EventReader, EventStreams
 from worker.errors import ConfigError, EngineDead, InvalidRequest, Overloaded
 from worker.grammar import GrammarMatchers
@@ -26,6 +27,9 @@ from worker.scheduling.ledgers import make_ledger
 from worker.scheduling.scheduler import Limits, Scheduler
 from worker.scheduling.snapshots import take_snapshot
 from worker.scheduling.step import StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from worker.experts.report import ExpertReport
 
 log = logging.getLogger(__name__)
 
@@ -87,11 +91,15 @@ class NativeEngine:
         self._runner = make_runner(config)
         info, specs = self._runner.model_info, self._runner.page_specs
         arena_bytes = _arena_bytes(config, self._runner)
-        self._ledger = make_ledger(config, specs, arena_bytes)
+        pager = getattr(self._runner, "pager", None)
+        self._experts = EngineExperts(pager, config, info, specs, arena_bytes) if pager is not None else None
+        floor_places = self._experts.floor_places if self._experts is not None else 0
+        self._ledger = make_ledger(config, specs, arena_bytes, floor_places)
         fitting = tokens_that_fit(self._ledger, info.max_model_len)
         if fitting < 2:
             self._runner.close()
-            raise ConfigError([f"arena_bytes={arena_bytes} does not hold one request of two tokens"])
+            beside = f" beside {floor_places} expert places" if floor_places else ""
+            raise ConfigError([f"arena_bytes={arena_bytes} does not hold one request of two tokens{beside}"])
         if fitting < info.max_model_len:
             log.warning("arena_bytes=%d holds requests of at most %d tokens", arena_bytes, fitting)
         self._runner.attach_memory(specs, arena_bytes)
@@ -112,6 +120,7 @@ class NativeEngine:
         self._sequence = 0
         self._audited = False
         self._advanced_s = time.monotonic()
+        self._expert_report: ExpertReport | None = None
         self._snapshot = self._take_snapshot()
         self._thread = threading.Thread(target=self._run, name="native-engine", daemon=True)
         self._thread.start()
@@ -168,6 +177,10 @@ class NativeEngine:
                 waiting_tokens=known.waiting_tokens + sum(len(r.prompt_token_ids) for r in fresh),
                 draining=self._draining,
             )
+
+    def expert_report(self) -> dict[str, Any] | None:
+        """Experts by layer, hit rate and bytes as of the last snapshot; None where experts are resident."""
+        return report_json(self._expert_report)
 
     async def drain(self, timeout_s: float) -> int:
         """Refuses new requests, waits for the others, and aborts what is left after ``timeout_s``."""
@@ -268,9 +281,13 @@ class NativeEngine:
             self._snapshot = snapshot
 
     def _take_snapshot(self) -> WorkerSnapshot:
-        return take_snapshot(
+        found = take_snapshot(
             self._scheduler, self._ledger, 0, self._loop.num_steps, time.time(), self._draining
         )
+        if self._experts is None:
+            return found
+        self._expert_report = self._experts.read()
+        return with_experts(found, self._expert_report)
 
     def _die(self, error: str) -> None:
         with self._changed:

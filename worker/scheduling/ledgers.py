@@ -11,8 +11,11 @@ from memory.ledger.prefix_tree import GroupRule, PrefixTree
 from worker.config import WorkerConfig
 
 
-def make_ledger(config: WorkerConfig, specs: Sequence[PageSpec], arena_bytes: int) -> Ledger:
-    """The ledger of one worker over ``arena_bytes`` bytes: one arena, or fixed shares with ``memory_mode=split``."""
+def make_ledger(
+    config: WorkerConfig, specs: Sequence[PageSpec], arena_bytes: int, floor_places: int = 0
+) -> Ledger:
+    """The ledger of one worker over ``arena_bytes`` bytes: one arena, or fixed shares with ``memory_mode=split``.
+    ``floor_places``: expert places that requests' pages never take."""
     tree = host_tier = None
     if config.prefix_cache:
         rules = {s.name: GroupRule(s.kind, s.page_tokens, s.page_bytes, s.window) for s in specs}
@@ -23,6 +26,7 @@ def make_ledger(config: WorkerConfig, specs: Sequence[PageSpec], arena_bytes: in
     return ArenaLedger(
         specs,
         arena_bytes,
+        floor_places=floor_places,
         mode=config.memory_mode,
         split_ratio=config.split_ratio,
         max_chunk_tokens=config.max_step_tokens,

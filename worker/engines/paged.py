@@ -1,0 +1,83 @@
+"""What an engine does for paged experts: plans their places at start, and puts their counters into snapshots."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from memory.api import PageSpec
+from worker.api import ModelInfo, WorkerSnapshot
+from worker.config import WorkerConfig
+from worker.errors import ConfigError
+
+if TYPE_CHECKING:
+    from worker.experts.pager import ExpertPager
+    from worker.experts.report import ExpertReport
+
+log = logging.getLogger(__name__)
+
+
+class EngineExperts:
+    """The paged experts of one engine; :meth:`read` belongs to the loop's thread.
+
+    Attributes:
+        floor_places: places that requests' pages never take.
+    """
+
+    def __init__(
+        self,
+        pager: ExpertPager,
+        config: WorkerConfig,
+        info: ModelInfo,
+        specs: Sequence[PageSpec],
+        arena_bytes: int,
+    ) -> None:
+        """Logs the plan. ConfigError where the arena cannot hold ``expert_bytes``."""
+        from worker.experts.plan import ArenaFacts, floor_places, plan_lines
+        from worker.experts.report import ExpertReporter
+
+        size = pager.host.place_bytes
+        per_step = info.experts_per_token * len(pager.host.layers)
+        self.floor_places = floor_places(config.expert_bytes, size, arena_bytes, per_step)
+        if self.floor_places * size > arena_bytes:
+            raise ConfigError(
+                [f"expert_bytes={config.expert_bytes} does not fit the arena of {arena_bytes} bytes"]
+            )
+        facts = ArenaFacts(
+            arena_bytes=arena_bytes,
+            specs=specs,
+            place_bytes=size,
+            num_experts=info.num_experts * len(pager.host.layers),
+            floor_places=self.floor_places,
+            fixed_places=bool(config.expert_bytes),
+            max_model_len=info.max_model_len,
+            chunk_tokens=config.max_step_tokens,
+        )
+        for line in plan_lines(facts):
+            log.info("%s", line)
+        self._reporter = ExpertReporter(pager)
+
+    def read(self) -> ExpertReport:
+        """The counters now (on a GPU: as the last copy brought them)."""
+        return self._reporter.read()
+
+
+def with_experts(snapshot: WorkerSnapshot, report: ExpertReport) -> WorkerSnapshot:
+    """The snapshot with experts' counters and residency. The residency is whole each time: 768 bytes for 48 x 128."""
+    from memory.device.residency import Lane
+
+    return replace(
+        snapshot,
+        expert_hits=report.hits,
+        expert_misses=report.misses,
+        expert_bytes_paged=report.lane_bytes(Lane.TEE, Lane.IN_PLACE),
+        experts=report.residency,
+        extra={**snapshot.extra, **report.extra()},
+    )
+
+
+def report_json(report: ExpertReport | None) -> dict[str, Any] | None:
+    """What ``GET /experts`` answers; None where experts are resident."""
+    return None if report is None else report.as_json()

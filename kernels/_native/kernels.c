@@ -100,6 +100,59 @@ static void few_rows(int rows, const float **a, i64 depth, const float *b, i64 s
             for (i64 j = column; j < columns; j++) c[r][j] += a[r][d] * b[d * stride + j];
 }
 
+// ---- linear layers: weights packed as [columns / 32][depth][32], zeros behind the last column
+
+#define PANEL 32
+#define STACK 8  // rows that share one pass over a panel
+
+static inline __attribute__((always_inline)) void panel(int rows, const float *x, i64 stride, i64 depth, const float *w,
+                                                        const float *bias, float *out, i64 columns, i64 width) {
+    v16 total[STACK][2] = {};
+    float start[PANEL] = {0};
+    if (bias) {
+        memcpy(start, bias, sizeof(float) * width);
+        for (int r = 0; r < rows; r++) total[r][0] = load(start), total[r][1] = load(start + LANES);
+    }
+    for (i64 d = 0; d < depth; d++) {
+        v16 low = load(w + d * PANEL), high = load(w + d * PANEL + LANES);
+        for (int r = 0; r < rows; r++) {
+            v16 a = splat(x[r * stride + d]);
+            total[r][0] += a * low;
+            total[r][1] += a * high;
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        if (width == PANEL) {
+            store(out + r * columns, total[r][0]);
+            store(out + r * columns + LANES, total[r][1]);
+        } else {
+            store(start, total[r][0]), store(start + LANES, total[r][1]);
+            memcpy(out + r * columns, start, sizeof(float) * width);
+        }
+}
+
+// out[rows][columns] = x[rows][depth] * weight^T + bias
+void linear(const float *x, i64 stride, i64 rows, i64 depth, const float *packed, i64 columns, const float *bias, float *out) {
+    for (i64 column = 0; column < columns; column += PANEL, packed += depth * PANEL) {
+        i64 width = columns - column < PANEL ? columns - column : PANEL;
+        const float *b = bias ? bias + column : 0;
+        for (i64 r = 0; r < rows; r += STACK) {
+            const float *from = x + r * stride;
+            float *to = out + r * columns + column;
+            switch (rows - r) {
+            case 1: panel(1, from, stride, depth, packed, b, to, columns, width); break;
+            case 2: panel(2, from, stride, depth, packed, b, to, columns, width); break;
+            case 3: panel(3, from, stride, depth, packed, b, to, columns, width); break;
+            case 4: panel(4, from, stride, depth, packed, b, to, columns, width); break;
+            case 5: panel(5, from, stride, depth, packed, b, to, columns, width); break;
+            case 6: panel(6, from, stride, depth, packed, b, to, columns, width); break;
+            case 7: panel(7, from, stride, depth, packed, b, to, columns, width); break;
+            default: panel(8, from, stride, depth, packed, b, to, columns, width);
+            }
+        }
+    }
+}
+
 // ---- norms and rotary embedding
 
 // out[n][heads][dim] (contiguous) = x / sqrt(mean(x^2) + eps) * weight[head % weight_rows]; without weight plain.

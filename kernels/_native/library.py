@@ -59,6 +59,7 @@ class Attention(Structure):
 
 _P, _N = c_void_p, c_int64
 _SIGNATURES = {
+    "linear": (_P, _N, _N, _N, _P, _N, _P, _P),
     "normalise": (_P, _N, _N, _N, _N, _P, _N, c_float, c_int, _P),
     "rotate": (_P, _N, _N, _N, _N, _P, _P, _N),
     "route": (_P, _N, _N, _N, _N, c_int, _P, _P),

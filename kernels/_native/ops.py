@@ -23,6 +23,38 @@ def serves_tokens(x: torch.Tensor) -> bool:
     return serves(x) and (x.shape[0] <= MANY_TOKENS or torch.get_num_threads() <= MANY_THREADS)
 
 
+PANEL = 32
+"""Columns of a packed weight that lie together."""
+
+
+def pack_weight(weight: torch.Tensor) -> torch.Tensor:
+    """[N, K] to [ceil(N / 32), K, 32]: what :func:`linear` reads, zeros behind the last column."""
+    columns, depth = weight.shape
+    panels = -(-columns // PANEL)
+    padded = weight.new_zeros(panels * PANEL, depth)
+    padded[:columns] = weight
+    return padded.view(panels, PANEL, depth).transpose(1, 2).contiguous()
+
+
+def linear(x: torch.Tensor, packed: torch.Tensor, columns: int, bias: torch.Tensor | None) -> torch.Tensor:
+    """``x @ weight.T + bias`` for a packed weight; rows of x [rows, K] may lie apart, their elements not."""
+    loaded = library()
+    assert loaded is not None
+    rows, depth = x.shape
+    out = torch.empty(rows, columns)
+    loaded.linear(
+        x.data_ptr(),
+        x.stride(0),
+        rows,
+        depth,
+        packed.data_ptr(),
+        columns,
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+    )
+    return out
+
+
 def _normalise(x: torch.Tensor, weight: torch.Tensor | None, eps: float, mean: bool) -> torch.Tensor:
     dim = x.shape[-1]
     heads = x.shape[-2] if x.dim() == 3 else 1

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
+from kernels.linear import Linear
 from kernels.pointwise import rms_norm, rotate
 from worker.execution.context import ForwardContext
 
@@ -107,23 +107,27 @@ class AttentionLayer:
     def __init__(self, layer: int, sizes: AttentionSizes, weights: AttentionWeights, eps: float) -> None:
         self._layer = layer
         self._sizes = sizes
-        self._weights = weights
+        self._inner = Linear(weights.inner, weights.inner_bias)
+        self._outer = Linear(weights.outer, weights.outer_bias)
+        self._head_norm = weights.head_norm
+        self._sinks = weights.sinks
+        self._gated = weights.gated
         self._eps = eps
 
     def __call__(self, x: torch.Tensor, rotation: Rotation, context: ForwardContext) -> torch.Tensor:
         """[tokens, H] to [tokens, H]."""
-        sizes, weights = self._sizes, self._weights
+        sizes = self._sizes
         turned = sizes.num_heads + sizes.num_kv_heads
         dim = sizes.head_dim
-        inner = F.linear(x, weights.inner, weights.inner_bias)
+        inner = self._inner(x)
         heads = inner[:, : (turned + sizes.num_kv_heads) * dim].view(x.shape[0], -1, dim)
         query_key = heads[:, :turned]
-        if weights.head_norm is not None:
-            query_key = rms_norm(query_key, weights.head_norm, self._eps)
+        if self._head_norm is not None:
+            query_key = rms_norm(query_key, self._head_norm, self._eps)
         rotate(query_key, rotation.cos, rotation.sin)
         query, key = query_key[:, : sizes.num_heads], query_key[:, sizes.num_heads :]
-        mixed = context.attend(sizes.group, self._layer, query, key, heads[:, turned:], weights.sinks)
+        mixed = context.attend(sizes.group, self._layer, query, key, heads[:, turned:], self._sinks)
         mixed = mixed.flatten(1)
-        if weights.gated:
+        if self._gated:
             mixed = mixed * torch.sigmoid(inner[:, (turned + sizes.num_kv_heads) * dim :])
-        return F.linear(mixed, weights.outer, weights.outer_bias)
+        return self._outer(mixed)

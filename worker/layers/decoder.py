@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
+from kernels.linear import Linear
 from kernels.pointwise import rms_norm
 from worker.execution.context import ForwardContext
 from worker.layers.attention import Rope, Rotation
@@ -57,7 +57,7 @@ class Decoder:
         self._embedding = embedding
         self._layers = tuple(layers)
         self._final_norm = final_norm
-        self._head = head
+        self._head = Linear(head)
         self._rope = rope
         self._eps = eps
 
@@ -83,4 +83,4 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, H] behind the final norm to [rows, vocabulary] float32."""
-        return F.linear(hidden, self._head).float()
+        return self._head(hidden).float()

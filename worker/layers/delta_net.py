@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from kernels.linear import Linear
 from kernels.pointwise import l2_norm, rms_norm
 from kernels.recurrent import causal_conv_rows, causal_conv_step, delta_rule_chunks, delta_rule_step
 from memory.api import LayerRows, Row
@@ -65,20 +66,25 @@ class DeltaNetLayer:
     def __init__(self, layer: int, sizes: DeltaNetSizes, weights: DeltaNetWeights, eps: float) -> None:
         self._layer = layer
         self._sizes = sizes
-        self._weights = weights
+        self._inner = Linear(weights.inner)
+        self._outer = Linear(weights.outer)
+        self._conv = weights.conv
+        self._decay_rate = weights.decay_rate
+        self._decay_bias = weights.decay_bias
+        self._norm = weights.norm
         self._eps = eps
 
     def __call__(self, x: torch.Tensor, rotation: Rotation, context: ForwardContext) -> torch.Tensor:
         """[tokens, H] to [tokens, H]; rows' states advance."""
         assert context.state is not None
-        sizes, weights = self._sizes, self._weights
+        sizes = self._sizes
         channels, heads = sizes.conv_channels, sizes.num_value_heads
-        inner = F.linear(x, weights.inner)
+        inner = self._inner(x)
         values = heads * sizes.value_dim
         z = inner[:, channels : channels + values]
         strength = inner[:, channels + values :].float()
         beta = torch.sigmoid(strength[:, :heads])
-        log_decay = F.softplus(strength[:, heads:] + weights.decay_bias).mul_(weights.decay_rate)
+        log_decay = F.softplus(strength[:, heads:] + self._decay_bias).mul_(self._decay_rate)
         decode, total = context.num_decode_rows, x.shape[0]
         parts = []
         if decode:
@@ -86,16 +92,16 @@ class DeltaNetLayer:
         if decode < total:
             parts.append(self._chunks(inner[decode:, :channels], log_decay[decode:], beta[decode:], context))
         mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
-        normed = rms_norm(mixed, weights.norm, self._eps)
+        normed = rms_norm(mixed, self._norm, self._eps)
         gated = normed.flatten(1).mul_(F.silu(z.float()))
-        return F.linear(gated.to(x.dtype), weights.outer)
+        return self._outer(gated.to(x.dtype))
 
     def _step(
         self, mixed: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
         assert context.state is not None
         page = context.state.decode_page
-        mixed = causal_conv_step(mixed, self._weights.conv, context.views[self._layer, "conv"], page)
+        mixed = causal_conv_step(mixed, self._conv, context.views[self._layer, "conv"], page)
         query, key, value = self._heads(mixed)
         state_pages = context.views[self._layer, "state"]
         return delta_rule_step(query, key, value, log_decay.exp(), beta, state_pages, page)
@@ -107,7 +113,7 @@ class DeltaNetLayer:
         assert context.state.layout is not None
         page, layout = context.state.chunk_page, context.state.layout
         conv_pages = context.views[self._layer, "conv"]
-        mixed = causal_conv_rows(mixed, self._weights.conv, conv_pages, page, layout)
+        mixed = causal_conv_rows(mixed, self._conv, conv_pages, page, layout)
         query, key, value = self._heads(mixed)
         state_pages = context.views[self._layer, "state"]
         return delta_rule_chunks(query, key, value, log_decay, beta, state_pages, page, layout)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
+from kernels.linear import Linear
 from kernels.moe import route
 from kernels.pointwise import silu_and_mul
 
@@ -25,13 +25,13 @@ class GatedMlp:
 
     def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
         """``gate_up`` [2 * I, H], gate above up; ``down`` [H, I]."""
-        self._gate_up = gate_up
-        self._down = down
+        self._gate_up = Linear(gate_up)
+        self._down = Linear(down)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, H] to [tokens, H]."""
-        gate, up = F.linear(x, self._gate_up).chunk(2, -1)
-        return F.linear(silu_and_mul(gate, up), self._down)
+        gate, up = self._gate_up(x).chunk(2, -1)
+        return self._down(silu_and_mul(gate, up))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,22 +60,22 @@ class MoeMlp:
     ) -> None:
         """``router``: [experts, H] rows; with a shared expert followed by its gate [1, H], its gate_proj [I, H] and
         its up_proj [I, H]."""
-        self._router = router
-        self._router_bias = router_bias
+        self._router = Linear(router, router_bias)
         self._experts = experts
         self._num_experts = num_experts
         self._experts_per_token = experts_per_token
         self._renormalise = renormalise
-        self._shared = shared
+        self._shared_size = shared.intermediate_size if shared is not None else 0
+        self._shared_down = Linear(shared.down) if shared is not None else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, H] to [tokens, H]."""
-        inner = F.linear(x, self._router, self._router_bias)
+        inner = self._router(x)
         weights, experts = route(inner[:, : self._num_experts], self._experts_per_token, self._renormalise)
         out = self._experts(x, weights, experts)
-        if self._shared is None:
+        if self._shared_down is None:
             return out
-        size, first = self._shared.intermediate_size, self._num_experts + 1
+        size, first = self._shared_size, self._num_experts + 1
         hidden = silu_and_mul(inner[:, first : first + size], inner[:, first + size :])
         hidden = hidden.mul_(torch.sigmoid(inner[:, self._num_experts : first]))
-        return out.add_(F.linear(hidden, self._shared.down))
+        return out.add_(self._shared_down(hidden))

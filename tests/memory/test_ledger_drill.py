@@ -7,7 +7,15 @@ import random
 import pytest
 
 from memory.api import PageAsk, PlaceRange
-from tests.memory.geometries import full_spec, latent_specs, mixed_specs, small_ledger
+from memory.ledger.specs import attention_spec
+from tests.memory.geometries import (
+    full_spec,
+    latent_specs,
+    mixed_specs,
+    small_ledger,
+    small_state_spec,
+    window_spec,
+)
 from tests.memory.world import World
 
 
@@ -136,3 +144,28 @@ def test_a_page_is_not_copied_before_its_last_writer_is_done() -> None:
     moves = ledger.commit_step(3).moves
     assert len(moves) == 10
     assert not any(move.sealed for move in moves)
+
+
+ODD_MODELS = {
+    "states only": [small_state_spec()],
+    "windows only": [window_spec(16, 40)],
+    "full only": [full_spec(1)],
+    "two full groups": [full_spec(16), attention_spec("other", [9], 2, 8, "float16", 32)],
+    "two windows and full": [full_spec(64), window_spec(16, 40), window_spec(4, 100, "window2")],
+    "windows and states": [window_spec(16, 40), small_state_spec()],
+}
+
+
+@pytest.mark.parametrize("name", ODD_MODELS)
+def test_no_byte_is_wrong_in_odd_models(name: str) -> None:
+    for seed, cached in ((1, False), (2, True)):
+        ledger = small_ledger(
+            ODD_MODELS[name],
+            80 * 1024,
+            place_bytes=512,
+            floor_places=2,
+            cached=cached,
+            host_bytes=20_000 * cached,
+        )
+        dice = random.Random(seed)
+        _walk(seed, World(ledger, 80 * 1024, 512, lambda dice=dice: dice.random() < 0.5), 120)

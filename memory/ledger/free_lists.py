@@ -210,14 +210,17 @@ class FreeListLedger:
         return Grant(tuple(entry for entry in growth if entry is not None))
 
     def can_ever_grant(self, num_tokens: int) -> Shortage | None:
-        missing: dict[str, int] = {}
+        """None, or all bytes that the request would take, by group."""
+        need: dict[str, int] = {}
         for name, pool in self._pools.items():
-            most = pool.last_page(num_tokens)
+            need[name] = pool.last_page(num_tokens)
             if pool.spec.window is not None:
-                most = min(most, self._side_pages(pool.spec))
-            if most > pool.num_pages:
-                missing[name] = (most - pool.num_pages) * pool.spec.page_bytes
-        return Shortage(missing, never=True) if missing else None
+                need[name] = min(need[name], self._side_pages(pool.spec))
+        if all(need[name] <= pool.num_pages for name, pool in self._pools.items()):
+            return None
+        return Shortage(
+            {name: pages * self._specs[name].page_bytes for name, pages in need.items()}, never=True
+        )
 
     def capacity_tokens(self, request: int) -> int:
         held = [

@@ -198,7 +198,7 @@ def test_an_arena_smaller_than_the_context_is_said_and_held() -> None:
         assert 100 < limit < 8192
         (last,) = answers(engine, [greedy("a", tuple(range(20, 120)), max_tokens=limit - 100)])
         assert len(last.token_ids) == limit - 100
-        with pytest.raises(PromptTooLong):
+        with pytest.raises(PromptTooLong, match=f"arena of .* holds {limit}"):
             engine.submit(greedy("b", tuple(range(20, 120)), max_tokens=limit - 99))
 
 

@@ -104,7 +104,7 @@ class NativeEngine:
             log.warning("arena_bytes=%d holds requests of at most %d tokens", arena_bytes, fitting)
         self._runner.attach_memory(specs, arena_bytes)
         self._model = replace(info, max_model_len=fitting)
-        limits = _limits(config, self._model)
+        limits = _limits(config, info)
         if grammars is None and info.folder:
             grammars = GrammarMatchers.for_folder(Path(info.folder), info.vocab_size, info.eos_token_ids)
         self._scheduler = Scheduler(self._ledger, limits, grammars=grammars)

@@ -34,8 +34,8 @@ def check_can_finish(request: GenerateRequest, ledger: Ledger, max_model_len: in
     shortage = ledger.can_ever_grant(total)
     if shortage is None:
         return
-    missing = ", ".join(f"{count:,} more of {group!r}" for group, count in shortage.missing_bytes.items())
-    what = f"the worker's arena of {arena_bytes:,} bytes (missing: {missing}; lower max_tokens or raise arena_bytes)"
+    wanted = ", ".join(f"{count:,} bytes of {group!r}" for group, count in shortage.missing_bytes.items())
+    what = f"the worker's arena of {arena_bytes:,} bytes (wanted: {wanted}; lower max_tokens or raise arena_bytes)"
     raise PromptTooLong(total, tokens_that_fit(ledger, total), what)
 
 

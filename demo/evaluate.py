@@ -57,7 +57,7 @@ def figures(scored: scoring.Scored, data: Path, routing: Path | None, every: int
     note(("headroom_facts",), lambda: (scoring.facts(scored),))
     note(("retrieval_1000",), lambda: (scoring.retrieved(scored, sources, 60, 1000, 30, 26),))
     note(("retrieval_3000",), lambda: (scoring.retrieved(scored, sources, 16, 3000, 30, 27),))
-    texts = list(scoring.held_out_texts(scored, data, 200, 96, 200))
+    texts = list(scoring.held_out_texts(scored, data, 200, 48, 200))
     record = expert_routing.record(scored.model, [ids for ids, _ in texts], [chat for _, chat in texts])
     if routing is not None:
         expert_routing.save(record, routing)

@@ -228,8 +228,9 @@ def held_out_texts(
         text = books[n % len(books)]
         spot = text.index(" ", rng.randrange(len(text) - tokens * 8)) + 1
         yield encode(text[spot : spot + tokens * 8], add_special_tokens=False).ids[:tokens], False
+    groups = (arithmetic, copying, structured, conversation) * 2 + (conversation, tools)
     for n in range(chats):
-        makers = (arithmetic, copying, structured, tools, conversation)[n % 5].MAKERS
+        makers = groups[n % len(groups)].MAKERS
         sample = draw(rng.choices(list(makers), list(makers.values()))[0], rng, scoring=True)
         text = scored.tokenizer.apply_chat_template(sample.messages, tools=sample.tools, tokenize=False)
         yield encode(str(text), add_special_tokens=False).ids, True

@@ -1,6 +1,7 @@
 # Headroom's commands. Everything sets itself up first; `make help` lists them.
 PYTHON ?= python3
 MODEL ?= demo/model
+NAME ?= demo
 SERVE_ARGS ?=
 VENV := .venv
 RUN := $(VENV)/bin
@@ -19,9 +20,8 @@ $(READY): pyproject.toml .ci/requirements.lock .ci/setup
 
 setup: $(READY)  ## make .venv from the lock file
 
-serve: $(READY)  ## serve the demo model on 127.0.0.1:8000 (MODEL=folder SERVE_ARGS="engine=... replicas=...")
-	@test -e $(MODEL)/config.json || $(RUN)/python -m demo.tiny $(MODEL)
-	RAY_USAGE_STATS_ENABLED=0 $(RUN)/serve run serve_app:app model=$(MODEL) served_name=$(notdir $(patsubst %/model,%,$(MODEL))) $(SERVE_ARGS)
+serve: $(READY)  ## serve the demo model on 127.0.0.1:8000 (MODEL=folder NAME=name SERVE_ARGS="engine=... replicas=...")
+	RAY_USAGE_STATS_ENABLED=0 $(RUN)/serve run serve_app:app model=$(MODEL) served_name=$(NAME) $(SERVE_ARGS)
 
 test: $(READY) lint test-unit test-ray test-faults  ## everything that needs no GPU
 

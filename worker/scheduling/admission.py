@@ -104,8 +104,8 @@ def peak_growth_tokens(held: IntArray, growth: IntArray, remaining: IntArray) ->
 
 
 def has_fixed_shares(empty: Headroom) -> bool:
-    """Whether a ledger's groups own their bytes for good: they do where an empty ledger has next to no gap."""
-    return empty.gap_bytes * 2 < empty.arena_bytes
+    """Whether a ledger's groups own their bytes for good: then they own them before anything was granted."""
+    return sum(kind.free_bytes for kind in empty.kinds.values()) > empty.gap_bytes
 
 
 class AdmissionControl:

@@ -6,7 +6,18 @@ import numpy as np
 import pytest
 
 from memory.api import PageAsk, Shortage
-from tests.helpers.scheduling import ALL_KINDS, FULL, HYBRID, LEDGERS, Desk, bytes_for, make_desk, optimist
+from memory.ledger.ledger import ArenaLedger
+from tests.helpers.scheduling import (
+    ALL_KINDS,
+    FULL,
+    HYBRID,
+    LEDGERS,
+    WITH_EXPERTS,
+    Desk,
+    bytes_for,
+    make_desk,
+    optimist,
+)
 from worker.api import FinishReason
 from worker.errors import InvalidRequest, PromptTooLong
 from worker.scheduling.admission import OutputForecast, has_fixed_shares, peak_growth_tokens
@@ -272,6 +283,8 @@ def test_the_free_lists_hold_to_their_books() -> None:
 def test_the_scheduler_knows_whether_memory_is_one_or_shared_out(ledger: str) -> None:
     for specs in (FULL, HYBRID, ALL_KINDS):
         assert has_fixed_shares(make_desk(specs, ledger).ledger.headroom()) == (ledger != "arena")
+    most = ArenaLedger(WITH_EXPERTS, 1 << 18, floor_places=300)
+    assert not has_fixed_shares(most.headroom()), "a floor of experts is nobody's share"
 
 
 def test_kept_states_are_room_for_an_answer_where_memory_is_one() -> None:

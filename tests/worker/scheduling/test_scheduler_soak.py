@@ -10,7 +10,7 @@ from tests.helpers.scheduling import ALL_KINDS, HYBRID, LEDGERS, Desk, bytes_for
 from worker.errors import InvalidRequest, PromptTooLong
 
 FAST = [(5000, "arena", True), (1000, "free lists", False), (1000, "split", True)]
-LONG = [(25_000, ledger, overlap) for ledger in LEDGERS for overlap in (False, True)]
+LONG = [(10_000, ledger, overlap) for ledger in LEDGERS for overlap in (False, True)]
 MOST_TOKENS = 260
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.serve.config import RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.deployment import Application
 from ray.serve.schema import LoggingConfig
 
@@ -28,6 +28,10 @@ ROUTER_REQUESTS = 10_000
 QUIET = LoggingConfig(enable_access_log=False)
 """Else every report of every worker is a line in the log."""
 
+SCALING_POLICY = "serve_app.policies.autoscaling:ScalingPolicy"
+LOOK_BACK_S = 11.0
+"""Serve warns about 10 s and less."""
+
 ROUTING: dict[str, Any] = {
     "request_router_class": "serve_app.deployments.ray_hooks.PinnedRouter",
     "request_routing_stats_period_s": 1.0,
@@ -43,7 +47,9 @@ def app(args: AppArgs) -> Application:
         served_model(model)
     if args.api_keys_file:
         KeyRing(Path(args.api_keys_file))
-    workers = [_worker(model, _worker_name(model, models)).bind(worker_args(model)) for model in models]
+    workers = [
+        worker_deployment(model, _worker_name(model, models)).bind(worker_args(model)) for model in models
+    ]
     return _router(args).bind(told, *workers)
 
 
@@ -69,7 +75,7 @@ def _model_args(args: AppArgs) -> ModelArgs:
             queue_timeout_s=args.queue_timeout_s,
             accept_timeout_s=args.accept_timeout_s,
         ),
-        placement=PlacementConfig(queue_share=args.worker_backlog / args.max_running),
+        placement=PlacementConfig(queue_share=args.worker_backlog / args.worker.max_running),
     )
 
 
@@ -105,26 +111,45 @@ def _worker_name(args: AppArgs, models: Sequence[AppArgs]) -> str:
     return "Worker" if len(models) == 1 else "Worker-" + re.sub(r"[^\w.-]", "-", args.name)
 
 
-def _worker(args: AppArgs, name: str) -> serve.Deployment:
+def worker_deployment(args: AppArgs, name: str) -> serve.Deployment:
+    """The Worker deployment of one model."""
     make = serve.deployment(
         name=name,
-        num_replicas=args.replicas,
-        max_ongoing_requests=args.max_running + args.max_waiting + args.worker_backlog,
+        max_ongoing_requests=args.worker.max_running + args.worker.max_waiting + args.worker_backlog,
         ray_actor_options={"num_cpus": args.cpus_per_worker, "num_gpus": _gpus(args)},
         health_check_period_s=args.health_check_period_s,
         graceful_shutdown_timeout_s=args.graceful_shutdown_timeout_s,
         logging_config=QUIET,
         request_router_config=RequestRouterConfig(**ROUTING),
+        **_replicas(args),
     )
     return make(Worker)
+
+
+def _replicas(args: AppArgs) -> dict[str, Any]:
+    """Serve's options for how many workers there are."""
+    if not args.max_replicas:
+        return {"num_replicas": args.replicas}
+    policy = AutoscalingPolicy(policy_function=SCALING_POLICY, policy_kwargs=args.scaling_rules)
+    scaling = AutoscalingConfig(
+        min_replicas=args.min_replicas,
+        initial_replicas=args.replicas,
+        max_replicas=args.max_replicas,
+        # The policy has its own patience; Serve's would come on top.
+        upscale_delay_s=1.0,
+        downscale_delay_s=1.0,
+        look_back_period_s=LOOK_BACK_S,
+        policy=policy,
+    )
+    return {"autoscaling_config": scaling}
 
 
 def _gpus(args: AppArgs) -> float:
     if args.gpus_per_worker >= 0:
         return args.gpus_per_worker
-    if args.engine == "fake" or args.device == "cpu":
+    if args.worker.engine == "fake" or args.worker.device == "cpu":
         return 0
-    if args.device.startswith("cuda"):
+    if args.worker.device.startswith("cuda"):
         return 1
     resources: dict[str, float] = ray.cluster_resources() if ray.is_initialized() else {}  # type: ignore[no-untyped-call]
     return min(1.0, resources.get("GPU", 0.0))

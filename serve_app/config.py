@@ -7,15 +7,26 @@ environment variable ``HEADROOM_<NAME>``, else it has the default below.
 from __future__ import annotations
 
 import difflib
+import json
 import os
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
+from serve_app.policies.autoscaling import ScalingRules
 from worker.config import WorkerConfig
 from worker.errors import ConfigError
 
@@ -25,8 +36,8 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 class AppArgs(BaseModel):
-    """What ``serve run serve_app:app`` may be told. The first block is this service's own; the second has the names
-    and meanings of :class:`worker.config.WorkerConfig` and is handed to every worker."""
+    """What ``serve run serve_app:app`` may be told: the options below, and beside them, under their own names, those of
+    :class:`worker.config.WorkerConfig`, which every worker gets (``worker`` holds them afterwards)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -38,6 +49,15 @@ class AppArgs(BaseModel):
     revision: str = Field(default="", description="With a hub name: branch, tag or commit.")
     served_name: str = Field(default="", description="Name the model answers to; empty: the end of `model`.")
     replicas: int = Field(default=1, ge=1, description="Workers, one per GPU.")
+    max_replicas: int = Field(
+        default=0,
+        ge=0,
+        description="Most workers; 0: always `replicas`, else they follow retractions and queueing.",
+    )
+    min_replicas: int = Field(default=1, ge=0, description="With max_replicas, fewest workers.")
+    scaling_rules: dict[str, float] = Field(
+        default_factory=dict, description="With max_replicas, rules as JSON; names as in ScalingRules."
+    )
     router_replicas: int = Field(default=1, ge=1, description="Routers (HTTP ingress and placement).")
     gpus_per_worker: float = Field(
         default=-1.0,
@@ -84,62 +104,71 @@ class AppArgs(BaseModel):
     max_body_bytes: int = Field(default=32 * 1024 * 1024, ge=1024, description="Largest body of a request.")
     log_level: str = Field(default="info", description="debug, info, warning or error.")
 
-    engine: str = "native"
-    device: str = "auto"
-    dtype: str = "auto"
-    kv_dtype: str = "auto"
-    max_model_len: int = 0
-    max_running: int = 64
-    max_waiting: int = 1024
-    max_step_tokens: int = 2048
-    arena_bytes: int = 0
-    memory_mode: str = "arena"
-    split_ratio: float = 0.5
-    page_tokens: int = 0
-    prefix_cache: bool = True
-    host_tier_bytes: int = 0
-    experts: str = "resident"
-    expert_bytes: int = 0
-    attention_backend: str = "auto"
-    deterministic: bool = False
-    load: str = "checkpoint"
-    seed: int = 0
-    num_threads: int = 0
-    stall_timeout_s: float = 120.0
+    worker: WorkerConfig = Field(
+        default_factory=lambda: WorkerConfig(model=""), description="The options that every worker gets."
+    )
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _complete(cls, given: Any) -> Any:
+    def _from_flat_options(cls, given: Any, handler: ModelWrapValidatorHandler[AppArgs]) -> AppArgs:
         if not isinstance(given, Mapping):
-            return given
-        unknown = [name for name in given if name not in cls.model_fields]
-        if unknown:
-            raise ValueError("; ".join(_unknown_option(name, list(cls.model_fields)) for name in unknown))
-        return {**from_environment(os.environ), **given}
+            return handler(given)
+        known = option_names()
+        problems = [_unknown_option(name, known) for name in given if name not in known]
+        options = {**from_environment(os.environ), **given}
+        values = {name: options.pop(name) for name in _WORKER_NAMES if name in options}
+        try:
+            options["worker"] = _WORKER.validate_python({"model": "", **values})
+        except ConfigError as error:
+            problems += error.problems
+        except ValidationError as error:
+            problems += _sentences(error)
+        try:
+            built = handler(
+                {name: value for name, value in options.items() if name in known or name == "worker"}
+            )
+            problems += built._problems()
+        except ValidationError as error:
+            problems += _sentences(error)
+        if problems:
+            raise ValueError("; ".join(problems))
+        return built
 
-    @model_validator(mode="after")
-    def _consistent(self) -> AppArgs:
+    @field_validator("scaling_rules", mode="before")
+    @classmethod
+    def _rules_from_text(cls, rules: Any) -> Any:
+        if isinstance(rules, str):
+            rules = json.loads(rules or "{}")
+        known = [entry.name for entry in fields(ScalingRules)]
+        unknown = [name for name in rules if name not in known] if isinstance(rules, Mapping) else []
+        if unknown:
+            raise ValueError("; ".join(_unknown_option(name, known) for name in unknown))
+        return rules
+
+    def _problems(self) -> list[str]:
+        """What does not fit together."""
         problems = []
         if self.models_file and (self.model or self.served_name):
             problems.append("models_file= and model= or served_name= exclude each other")
-        if not self.model and not self.models_file and self.engine != "fake":
+        if not self.model and not self.models_file and self.worker.engine != "fake":
             problems.append("model= is missing: name a checkpoint's folder or a hub name")
+        if self.max_replicas and not self.min_replicas <= self.replicas <= self.max_replicas:
+            problems.append(
+                f"replicas={self.replicas} must lie between min_replicas={self.min_replicas} and "
+                f"max_replicas={self.max_replicas}"
+            )
+        if self.scaling_rules and not self.max_replicas:
+            problems.append("scaling_rules= needs max_replicas=")
         if self.log_level not in LOG_LEVELS:
             problems.append(f"log_level={self.log_level!r} must be one of {', '.join(LOG_LEVELS)}")
         if self.revision and not self.model:
             problems.append("revision= needs a hub name in model=")
-        try:
-            self.worker_config()
-        except ConfigError as error:
-            problems += error.problems
-        if problems:
-            raise ValueError("; ".join(problems))
-        return self
+        return problems
 
     @property
     def name(self) -> str:
         """The name the model is served under: ``served_name``, else the last part of ``model``."""
-        return self.served_name or os.path.basename(self.model.rstrip("/")) or self.engine
+        return self.served_name or os.path.basename(self.model.rstrip("/")) or self.worker.engine
 
     def per_model(self) -> list[AppArgs]:
         """The options of each model: these, with what its entry in ``models_file`` says; these alone without one.
@@ -148,7 +177,8 @@ class AppArgs(BaseModel):
         """
         if not self.models_file:
             return [self]
-        given = self.model_dump(exclude={"models_file"}, exclude_unset=True)
+        own = self.model_dump(exclude={"models_file", "worker"}, exclude_unset=True)
+        given = {**own, **{name: getattr(self.worker, name) for name in _WORKER_NAMES}}
         found = []
         for name, entry in _read_models(Path(self.models_file)).items():
             try:
@@ -160,16 +190,24 @@ class AppArgs(BaseModel):
         return found
 
     def worker_config(self) -> WorkerConfig:
-        """The part of the options that a worker gets; raises ConfigError listing all that is wrong in it."""
-        values = {entry.name: getattr(self, entry.name) for entry in fields(WorkerConfig)}
-        return WorkerConfig(**{**values, "served_name": self.name})
+        """The part of the options that a worker gets."""
+        return replace(self.worker, model=self.model, served_name=self.name)
+
+
+_WORKER = TypeAdapter(WorkerConfig)
+_WORKER_NAMES = tuple(entry.name for entry in fields(WorkerConfig) if entry.name not in AppArgs.model_fields)
+
+
+def option_names() -> list[str]:
+    """Every option: this service's own, then the workers'."""
+    return [*(name for name in AppArgs.model_fields if name != "worker"), *_WORKER_NAMES]
 
 
 def from_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """The options that the environment sets, as ``HEADROOM_<NAME>`` in capitals; variables of other names with that
     prefix are not ours to judge."""
     found = {}
-    for name in AppArgs.model_fields:
+    for name in option_names():
         value = environment.get(ENVIRONMENT_PREFIX + name.upper())
         if value is not None:
             found[name] = value
@@ -188,6 +226,10 @@ def _read_models(file: Path) -> dict[str, dict[str, Any]]:
         if {"served_name", "models_file"} & set(entry):
             raise ConfigError([f"models_file={str(file)!r}, model {name!r}: the name is the entry's own key"])
     return {str(name): entry for name, entry in content.items()}
+
+
+def _sentences(error: ValidationError) -> list[str]:
+    return [f"{'.'.join(str(part) for part in entry['loc'])}: {entry['msg']}" for entry in error.errors()]
 
 
 def _unknown_option(name: str, known: list[str]) -> str:

@@ -19,7 +19,7 @@ FAULTS = [
     Fault(
         "a refused request is not sent elsewhere",
         "serve_app.deployments.dispatch",
-        old="                if isinstance(again, Busy):",
+        old="                if not self._others_than(refused_by):",
         new="                if True:",
         tests=(f"{DISPATCH}::test_a_veto_sends_the_request_elsewhere",),
     ),
@@ -36,6 +36,20 @@ FAULTS = [
         old="            if waiting.placed.done():  # its",
         new="            if False:  # its",
         tests=(f"{DISPATCH}::test_a_crowd_that_leaves_at_random_moments_leaves_nothing_behind",),
+    ),
+    Fault(
+        "a worker that is too new to be routed to fails its request",
+        "serve_app.deployments.dispatch",
+        old="            raise _NotRouted from error",
+        new='            raise WorkerLost("gone") from error',
+        tests=(f"{DISPATCH}::test_a_worker_that_is_too_new_to_be_routed_to_costs_no_request",),
+    ),
+    Fault(
+        "a request that nobody is left for stands in everybody's way",
+        "serve_app.deployments.dispatch",
+        old="            if isinstance(choice, Busy) and waiting.exclude and",
+        new="            if False and",
+        tests=(f"{DISPATCH}::test_a_request_that_nobody_is_left_for_blocks_no_other",),
     ),
     Fault(
         "the response begins before the first token",

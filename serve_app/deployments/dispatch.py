@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from serve_app.deployments.protocol import (
@@ -25,11 +26,15 @@ from serve_app.text.output import TokenStream
 from worker.api import FinishReason, GenerateRequest, ModelInfo, TokenEvent
 from worker.errors import EngineDead, Overloaded
 
-BAN_S = 2.0
+BAN_S = 1.0
 """A replica that Serve no longer routes to may still report while it drains; for so long that is not believed. No
 longer, as a new replica may also report before Serve routes to it."""
 DEAD_S = 5.0
 TICK_S = 0.25
+
+
+class _NotRouted(Exception):
+    """Serve does not route to the chosen replica: it is going away, or too new."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,7 @@ class DispatchConfig:
 @dataclass
 class _Waiting:
     facts: RequestFacts
+    exclude: Collection[str]
     placed: asyncio.Future[Choice]
 
 
@@ -136,27 +142,31 @@ class Dispatcher:
             prefix=block_hashes(request.prompt_token_ids, request.cache_salt),
             affinity_keys=(request.affinity_key,) if request.affinity_key else (),
         )
-        choice = await self._wait_for_place(request.request_id, facts)
+        deadline_s = time.monotonic() + self._config.queue_timeout_s
         refused_by: set[str] = set()
+        choice = await self._wait_for_place(request.request_id, facts, deadline_s, refused_by)
         while True:
             try:
                 return await self._start(choice, request)
+            except _NotRouted:
+                # Nobody was asked. It may be a new worker that Serve does not route to yet: it is banned for a moment.
+                self.counts.retried("gone")
             except (Overloaded, EngineDead, WorkerLost) as error:
                 refused_by.add(choice.replica_id)
-                again = self._placement.choose(facts, time.monotonic(), refused_by)
-                if isinstance(again, Busy):
+                if not self._others_than(refused_by):
                     raise
                 self.counts.retried("refused" if isinstance(error, Overloaded) else "lost")
-                choice = again
+            choice = await self._wait_for_place(request.request_id, facts, deadline_s, refused_by)
 
-    async def _wait_for_place(self, key: str, facts: RequestFacts) -> Choice:
-        now_s = time.monotonic()
-        refused = self._queue.offer(key, now_s)
+    async def _wait_for_place(
+        self, key: str, facts: RequestFacts, deadline_s: float, exclude: Collection[str]
+    ) -> Choice:
+        refused = self._queue.offer(key, time.monotonic(), deadline_s)
         if refused is not None:
             raise Overloaded(
                 f"{len(self._queue)} requests wait already ({refused.reason.value}).", refused.retry_after_s
             )
-        waiting = _Waiting(facts, asyncio.get_running_loop().create_future())
+        waiting = _Waiting(facts, exclude, asyncio.get_running_loop().create_future())
         self._waiting[key] = waiting
         try:
             self._place_waiting()
@@ -173,6 +183,9 @@ class Dispatcher:
             self._queue.leave(key)
             self._waiting.pop(key, None)
 
+    def _others_than(self, replica_ids: Collection[str]) -> set[str]:
+        return set(self._placement.views) - set(replica_ids)
+
     def _place_waiting(self) -> None:
         now_s = time.monotonic()
         for late in self._queue.expire(now_s):
@@ -187,7 +200,12 @@ class Dispatcher:
             if waiting.placed.done():  # its client left, and its task has not run since
                 self._queue.leave(key)
                 continue
-            choice = self._placement.choose(waiting.facts, now_s)
+            choice = self._placement.choose(waiting.facts, now_s, waiting.exclude)
+            if isinstance(choice, Busy) and waiting.exclude and not self._others_than(waiting.exclude):
+                # The one it waited for is gone: it must not stand in everybody's way.
+                self._queue.leave(key)
+                waiting.placed.set_exception(WorkerLost("no other worker is left to try"))
+                continue
             if isinstance(choice, Busy):
                 self._queue.put_back(key)
                 return
@@ -216,7 +234,7 @@ class Dispatcher:
         except ReplicaGone as error:
             self._forget(choice.replica_id)
             self._banned_until_s[choice.replica_id] = time.monotonic() + BAN_S
-            raise WorkerLost("the worker is being taken away") from error
+            raise _NotRouted from error
         except StopAsyncIteration:
             raise WorkerLost("the worker ended the call without an answer") from None
         if isinstance(item, Refused):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -78,12 +79,18 @@ class PinnedStream:
         except (RayActorError, TaskCancelledError) as error:
             self._over = True
             raise WorkerLost(type(error).__name__) from error
+        except Exception:
+            # Never sent: the request router failed it (ReplicaGone), or Serve itself did.
+            self._over = True
+            raise
 
     async def aclose(self) -> None:
         """Cancels the call unless it is over."""
         if not self._over:
             self._over = True
-            self._response.cancel()
+            # Cancelling looks at the call's outcome and raises that if it failed meanwhile: then it is over, too.
+            with suppress(Exception):
+                self._response.cancel()
 
 
 def in_fresh_context(call: Callable[[], Any]) -> Any:

@@ -13,6 +13,7 @@ from typing import Any, cast
 from serve_app.deployments import ray_hooks
 from serve_app.deployments.engine_server import EngineServer
 from serve_app.deployments.protocol import StreamItem, WorkerReport
+from serve_app.policies.autoscaling import autoscaling_stats
 from serve_app.policies.coalescing import CoalescingConfig
 from serve_app.telemetry.logging import configure_logging
 from serve_app.text.model_folder import resolve_model
@@ -74,6 +75,10 @@ class Worker:
             "num_waiting": snapshot.num_waiting,
             "available_bytes": snapshot.headroom.available_bytes,
         }
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What Serve hands to the scaling policy."""
+        return autoscaling_stats(self._engine.snapshot())
 
     async def _report_for_ever(self) -> None:
         routers = ray_hooks.Broadcast("Router", "report")

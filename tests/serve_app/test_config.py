@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from serve_app.config import AppArgs
+from serve_app.config import AppArgs, option_names
 from worker.config import WorkerConfig
 from worker.errors import ConfigError
 
@@ -19,14 +19,12 @@ def test_strings_from_a_command_line_become_values() -> None:
     args = AppArgs.model_validate(
         {"engine": "fake", "replicas": "2", "deterministic": "true", "split_ratio": "0.25"}
     )
-    assert (args.replicas, args.deterministic, args.split_ratio) == (2, True, 0.25)
+    assert (args.replicas, args.worker.deterministic, args.worker.split_ratio) == (2, True, 0.25)
 
 
 def test_every_option_of_a_worker_is_an_option_here_with_the_same_default() -> None:
-    for entry in fields(WorkerConfig):
-        assert entry.name in AppArgs.model_fields, entry.name
-        if entry.name not in ("model", "served_name"):
-            assert AppArgs.model_fields[entry.name].default == entry.default, entry.name
+    assert {entry.name for entry in fields(WorkerConfig)} <= set(option_names())
+    assert AppArgs(engine="fake").worker == WorkerConfig(model="", engine="fake")
     config = AppArgs(model="/models/zebra/", max_running=3).worker_config()
     assert (config.model, config.served_name, config.max_running) == ("/models/zebra/", "zebra", 3)
 
@@ -69,9 +67,9 @@ def test_several_models_share_options_and_have_their_own(tmp_path: Path) -> None
     file.write_text("small: {model: /m/a, max_running: 4}\nlarge:\n  model: /m/b\n  replicas: 2\n")
     args = AppArgs.model_validate({"models_file": str(file), "engine": "fake", "max_running": "9"})
     small, large = args.per_model()
-    assert (small.name, small.model, small.max_running, small.replicas) == ("small", "/m/a", 4, 1)
-    assert (large.name, large.model, large.max_running, large.replicas) == ("large", "/m/b", 9, 2)
-    assert large.engine == "fake"
+    assert (small.name, small.model, small.worker.max_running, small.replicas) == ("small", "/m/a", 4, 1)
+    assert (large.name, large.model, large.worker.max_running, large.replicas) == ("large", "/m/b", 9, 2)
+    assert large.worker.engine == "fake"
     assert AppArgs(engine="fake").per_model()[0].name == "fake"
 
 
@@ -96,3 +94,33 @@ def test_a_wrong_file_of_models_is_refused_by_name(tmp_path: Path, content: str,
 def test_one_model_and_a_file_of_models_exclude_each_other() -> None:
     with pytest.raises(ValidationError, match="exclude each other"):
         AppArgs(models_file="x", model="y")
+
+
+def test_scaling_rules_come_as_json_and_are_checked() -> None:
+    args = AppArgs.model_validate(
+        {"engine": "fake", "max_replicas": "3", "scaling_rules": '{"up_factor": 2}'}
+    )
+    assert args.scaling_rules == {"up_factor": 2.0}
+    for wrong, reason in (
+        ({"max_replicas": 3, "scaling_rules": '{"up_facto": 2}'}, "did you mean 'up_factor'"),
+        ({"max_replicas": 3, "scaling_rules": "{"}, "scaling_rules"),
+        ({"scaling_rules": '{"up_factor": 2}'}, "needs max_replicas"),
+        ({"max_replicas": 2, "replicas": 3}, "must lie between"),
+    ):
+        with pytest.raises(ValidationError, match=reason):
+            AppArgs.model_validate({"engine": "fake", **wrong})
+
+
+def test_with_max_replicas_serve_gets_the_scaling_policy() -> None:
+    # In a process of its own, so that these tests need no Ray.
+    code = (
+        "from serve_app.build import worker_deployment as make; from serve_app.config import AppArgs as A;"
+        "d = make(A(engine='fake', max_replicas=3, scaling_rules={'up_factor': 2.0}), 'W');"
+        "s = d._deployment_config.autoscaling_config;"
+        "print(s.min_replicas, s.max_replicas, s.policy.policy_kwargs, s.policy.get_policy().__name__);"
+        "print(make(A(engine='fake', replicas=2), 'W').num_replicas)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.splitlines() == ["1 3 {'up_factor': 2.0} ScalingPolicy", "2"], done.stderr

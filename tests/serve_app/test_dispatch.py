@@ -117,7 +117,7 @@ def test_a_worker_that_fails_before_the_first_token_costs_only_a_retry(quick: Pa
         answers = await asyncio.gather(*(ask(cluster) for _ in range(6)))
         assert [answer.status_code for answer in answers] == [200] * 6
         assert {answer.json()["choices"][0]["message"]["content"] for answer in answers} == {ANSWER}
-        assert cluster.dispatcher.counts.retries["lost"] >= 1
+        assert cluster.dispatcher.counts.retries["gone" if how == "gone" else "lost"] >= 1
         setattr(cluster.replicas["replica0"], how, False)
 
     served(quick, use, num_replicas=2, accept_timeout_s=0.3)
@@ -132,6 +132,40 @@ def test_a_replica_that_is_taken_away_is_not_asked_again_at_once(quick: Path) ->
         assert gone.num_calls <= 1
 
     served(quick, use, num_replicas=2)
+
+
+def test_a_worker_that_is_too_new_to_be_routed_to_costs_no_request(slow: Path) -> None:
+    async def use(cluster: Cluster) -> None:
+        new = cluster.replicas["replica0"]
+        new.gone = True
+        asked = [asyncio.create_task(ask(cluster)) for _ in range(6)]
+        await asyncio.sleep(0.3)
+        new.gone = False
+        assert [(await task).status_code for task in asked] == [200] * 6
+        assert new.num_calls < 6 + 6, "it is not asked again and again"
+
+    served(slow, use, max_running=6)
+
+
+def test_a_request_that_nobody_is_left_for_blocks_no_other(slow: Path) -> None:
+    async def use(cluster: Cluster) -> None:
+        first = [asyncio.create_task(ask(cluster, ignore_eos=True, max_tokens=300)) for _ in range(2)]
+        await asyncio.sleep(0.1)
+        full, vetoing = cluster.replicas["replica0"], cluster.replicas["replica1"]
+        # Both are full; one gets free and refuses, then the other one vanishes.
+        vetoing.engine.abort(next(iter(vetoing.engine._requests)))
+        vetoing.vetoes = 1
+        stuck = asyncio.create_task(ask(cluster))
+        await asyncio.sleep(0.1)
+        assert not stuck.done(), "it waits for the full one"
+        cluster.reporting.discard("replica0")
+        cluster.dispatcher._forget("replica0")
+        assert (await asyncio.wait_for(ask(cluster, max_tokens=2), 3)).status_code == 200
+        assert (await stuck).status_code == 503
+        full.lost = True
+        await asyncio.gather(*first)
+
+    served(slow, use, num_replicas=2, max_running=1)
 
 
 def test_the_loss_of_an_only_worker_is_a_503(quick: Path) -> None:

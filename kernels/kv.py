@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kernels._native import ops as native
 from kernels._reference import pages as reference
 
 
@@ -23,4 +24,9 @@ def write_kv(
         page: [tokens] int64 physical page of each token.
         offset: [tokens] int64 entry inside the page.
     """
+    dense = all(rows.stride(2) == 1 and rows.stride(1) == rows.shape[2] for rows in (key, value))
+    if native.serves(key) and native.serves(key_pages) and dense:
+        native.write_rows(key, key_pages, page, offset)
+        native.write_rows(value, value_pages, page, offset)
+        return
     reference.write_kv(key, value, key_pages, value_pages, page, offset)

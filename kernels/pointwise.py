@@ -40,9 +40,39 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return reference.rotate(x, cos, sin)
 
 
-def silu_and_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """``silu(gate) * up``, same shapes."""
-    return reference.silu_and_mul(gate, up)
+def add_norm(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Adds ``y`` to ``x`` [rows, dim] in place and answers :func:`rms_norm` of the sum; weight [dim] float32."""
+    if native.serves(x) and native.serves(y) and x.is_contiguous() and y.is_contiguous():
+        return native.add_norm(x, y, weight, eps)
+    return rms_norm(x.add_(y), weight, eps)
+
+
+def gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """``rms_norm(x, weight) * silu(gate)`` in float32; x may be overwritten.
+
+    Args:
+        x: [rows, heads, dim] float32; gate: [rows, heads * dim]; weight: [dim] float32.
+    """
+    if native.serves(x) and native.serves(gate) and x.is_contiguous() and gate.stride(1) == 1:
+        return native.gated_norm(x, gate, weight, eps)
+    return rms_norm(x, weight, eps).mul_(reference.silu(gate.float()).view(x.shape))
+
+
+def mul_sigmoid(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """``x * sigmoid(gate)``, [rows, n] both; x may be overwritten."""
+    if native.serves(x) and native.serves(gate) and x.is_contiguous() and gate.stride(1) == 1:
+        return native.mul_sigmoid(x, gate)
+    return x.mul_(torch.sigmoid(gate))
+
+
+def silu_and_mul(gate: torch.Tensor, up: torch.Tensor, share: torch.Tensor | None = None) -> torch.Tensor:
+    """``silu(gate) * up``, same shapes; with ``share`` [rows, 1] times its sigmoid."""
+    alike = gate.dim() == 2 and gate.stride(1) == 1 and gate.stride() == up.stride()
+    alike = alike and (share is None or share.stride(0) == gate.stride(0))
+    if native.serves(gate) and native.serves(up) and alike:
+        return native.silu_and_mul(gate, up, share)
+    out = reference.silu_and_mul(gate, up)
+    return out if share is None else out.mul_(torch.sigmoid(share))
 
 
 @dataclass(frozen=True, slots=True)

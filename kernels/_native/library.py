@@ -1,4 +1,4 @@
-"""Compiles kernels.c for this processor, keeps the result in the user's cache folder, and loads it."""
+"""Compiles the C files beside it for this processor, keeps the result in the user's cache folder, and loads it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("kernels.c")
+FOLDER = Path(__file__).parent
+SOURCES = tuple(FOLDER / name for name in ("dense.c", "experts.c", "mixers.c"))
+HEADER = FOLDER / "vectors.h"
 # Sums may be regrouped (that is what vectors do); NaN and infinity keep their meaning.
 FLAGS = (
     "-O3", "-march=native", "-shared", "-fPIC", "-std=gnu11", "-Wno-psabi",
@@ -62,6 +64,11 @@ _SIGNATURES = {
     "linear": (_P, _N, _N, _N, _P, _N, _P, _P),
     "normalise": (_P, _N, _N, _N, _N, _P, _N, c_float, c_int, _P),
     "rotate": (_P, _N, _N, _N, _N, _P, _P, _N),
+    "silu_and_mul": (_P, _P, _N, _N, _N, _P, _P),
+    "mul_sigmoid": (_P, _P, _N, _N, _N),
+    "gated_norm": (_P, _P, _N, _N, _N, _N, _P, c_float),
+    "add_norm": (_P, _P, _N, _N, _P, c_float, _P),
+    "write_rows": (_P, _N, _N, _N, _P, _N, _N, _P, _P),
     "route": (_P, _N, _N, _N, _N, c_int, _P, _P),
     "experts": (POINTER(Bank), _P, _N, _N, _P, _P, _P),
     "conv_rows": (_P, _N, _N, _P, _N, _N, _P, _P, _N, _P, _P),
@@ -94,7 +101,7 @@ def _compiled() -> Path:
         # Built under a name of its own and then renamed: several workers may start at once.
         handle, scratch = tempfile.mkstemp(suffix=".so", dir=target.parent)
         os.close(handle)
-        command = [compiler, *FLAGS, "-o", scratch, str(SOURCE), "-lm"]
+        command = [compiler, *FLAGS, "-o", scratch, *map(str, SOURCES), "-lm"]
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False
@@ -120,7 +127,7 @@ def _cache_folder() -> Path:
 
 def _fingerprint(compiler: str) -> str:
     """Of all that decides the machine code: source, flags, compiler, processor."""
-    digest = hashlib.sha256(SOURCE.read_bytes())
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in (HEADER, *SOURCES)))
     digest.update(repr((FLAGS, compiler, platform.machine())).encode())
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():

@@ -106,6 +106,66 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return x
 
 
+def silu_and_mul(gate: torch.Tensor, up: torch.Tensor, share: torch.Tensor | None) -> torch.Tensor:
+    """See :func:`kernels.pointwise.silu_and_mul`; gate, up and share have one stride between rows."""
+    loaded = library()
+    assert loaded is not None
+    out = torch.empty(gate.shape)
+    rows, columns = gate.shape
+    loaded.silu_and_mul(
+        gate.data_ptr(),
+        up.data_ptr(),
+        gate.stride(0),
+        rows,
+        columns,
+        None if share is None else share.data_ptr(),
+        out.data_ptr(),
+    )
+    return out
+
+
+def mul_sigmoid(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """See :func:`kernels.pointwise.mul_sigmoid`; x is contiguous."""
+    loaded = library()
+    assert loaded is not None
+    loaded.mul_sigmoid(x.data_ptr(), gate.data_ptr(), gate.stride(0), *x.shape)
+    return x
+
+
+def gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See :func:`kernels.pointwise.gated_norm`; x is contiguous."""
+    loaded = library()
+    assert loaded is not None
+    loaded.gated_norm(x.data_ptr(), gate.data_ptr(), gate.stride(0), *x.shape, weight.data_ptr(), eps)
+    return x
+
+
+def add_norm(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See :func:`kernels.pointwise.add_norm`; x and y are contiguous."""
+    loaded = library()
+    assert loaded is not None
+    out = torch.empty(x.shape)
+    loaded.add_norm(x.data_ptr(), y.data_ptr(), *x.shape, weight.data_ptr(), eps, out.data_ptr())
+    return out
+
+
+def write_rows(rows: torch.Tensor, pages: torch.Tensor, page: torch.Tensor, offset: torch.Tensor) -> None:
+    """``pages[page[t], offset[t]] = rows[t]``; a row's and an entry's elements lie densely."""
+    loaded = library()
+    assert loaded is not None
+    loaded.write_rows(
+        rows.data_ptr(),
+        rows.stride(0),
+        rows.shape[0],
+        rows[0].numel(),
+        pages.data_ptr(),
+        pages.stride(0),
+        pages.stride(1),
+        page.data_ptr(),
+        offset.data_ptr(),
+    )
+
+
 def route(logits: torch.Tensor, k: int, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """See :func:`kernels.moe.route`."""
     loaded = library()

@@ -10,7 +10,16 @@ import torch
 from kernels.kv import write_kv
 from kernels.mxfp4 import dequantize_mxfp4
 from kernels.pages import copy_pages, zero_pages
-from kernels.pointwise import GatedActivation, l2_norm, rms_norm, rotate, silu_and_mul
+from kernels.pointwise import (
+    GatedActivation,
+    add_norm,
+    gated_norm,
+    l2_norm,
+    mul_sigmoid,
+    rms_norm,
+    rotate,
+    silu_and_mul,
+)
 
 
 @pytest.mark.usefixtures("twins")
@@ -55,6 +64,7 @@ def test_rotate_turns_planes_of_halves_and_leaves_the_rest() -> None:
     assert torch.equal(out[..., 12:], x[..., 12:])
 
 
+@pytest.mark.usefixtures("twins")
 def test_gated_activations() -> None:
     gate, up = torch.randn(4, 9) * 3, torch.randn(4, 9) * 3
     kept = gate.clone(), up.clone()
@@ -80,9 +90,10 @@ def test_mxfp4_by_its_definition() -> None:
             assert out[row, group * 32 + 2 * place + column].item() == torch.tensor(expected).float().item()
 
 
+@pytest.mark.usefixtures("twins")
 def test_kv_rows_land_in_their_slots_only() -> None:
     buffer = torch.full((6, 3, 4, 2, 8), math.nan)
-    key, value = torch.randn(5, 2, 8), torch.randn(5, 2, 8)
+    key, value = torch.randn(5, 7, 8)[:, 2:4], torch.randn(5, 2, 8)
     page, offset = torch.tensor([5, 0, 0, 3, 3]), torch.tensor([3, 0, 1, 2, 0])
     write_kv(key, value, buffer[:, 0], buffer[:, 2], page, offset)
     assert torch.equal(buffer[page, 0, offset], key)
@@ -111,3 +122,37 @@ def test_heads_have_norm_weights_of_their_own_and_may_be_part_of_wider_rows() ->
     torch.testing.assert_close(
         x[:, :, 0], kept[:, [12, 24, 36]] * angle.cos()[:, :1] - kept[:, [16, 28, 40]] * angle.sin()[:, :1]
     )
+
+
+@pytest.mark.usefixtures("twins")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_shared_expert_weighs_its_activation(dtype: torch.dtype) -> None:
+    wide = torch.randn(5, 1 + 2 * 19).to(dtype) * 4
+    share, gate, up = wide[:, :1], wide[:, 1:20], wide[:, 20:]
+    expected = gate.float() * gate.float().sigmoid() * up.float() * share.float().sigmoid()
+    rtol = 1e-5 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(silu_and_mul(gate, up, share).float(), expected, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.usefixtures("twins")
+def test_gates_multiply_by_their_sigmoid() -> None:
+    x, gate = torch.randn(3, 21), torch.randn(3, 40)[:, 11:32] * 30
+    torch.testing.assert_close(mul_sigmoid(x.clone(), gate), x * gate.sigmoid())
+
+
+@pytest.mark.usefixtures("twins")
+def test_gated_norm_norms_each_head_before_its_gate() -> None:
+    x, gate, weight = torch.randn(3, 2, 21), torch.randn(3, 50)[:, 3:45], torch.randn(21)
+    normed = x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+    expected = normed * (gate * gate.sigmoid()).view(3, 2, 21)
+    torch.testing.assert_close(gated_norm(x.clone(), gate, weight, 1e-6), expected)
+
+
+@pytest.mark.usefixtures("twins")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_add_norm_adds_in_place_and_norms_the_sum(dtype: torch.dtype) -> None:
+    x, y, weight = torch.randn(3, 21).to(dtype), torch.randn(3, 21).to(dtype), torch.randn(21)
+    added = x + y
+    out = add_norm(x, y, weight, 1e-6)
+    assert torch.equal(x, added)
+    torch.testing.assert_close(out, rms_norm(added, weight, 1e-6))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kernels.linear import Linear
-from kernels.pointwise import rms_norm, rotate
+from kernels.pointwise import mul_sigmoid, rms_norm, rotate
 from worker.execution.context import ForwardContext
 
 
@@ -129,5 +129,5 @@ class AttentionLayer:
         mixed = context.attend(sizes.group, self._layer, query, key, heads[:, turned:], self._sinks)
         mixed = mixed.flatten(1)
         if self._gated:
-            mixed = mixed * torch.sigmoid(inner[:, (turned + sizes.num_kv_heads) * dim :])
+            mixed = mul_sigmoid(mixed, inner[:, (turned + sizes.num_kv_heads) * dim :])
         return self._outer(mixed)

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from kernels.linear import Linear
-from kernels.pointwise import rms_norm
+from kernels.pointwise import add_norm, rms_norm
 from worker.execution.context import ForwardContext
 from worker.layers.attention import Rope, Rotation
 
@@ -72,14 +72,17 @@ class Decoder:
         rotation = self._rope(context.positions)
         x = self.embed(token_ids)
         tapped: dict[int, torch.Tensor] = {}
+        # Each sublayer's output joins the stream x together with the norm that comes behind it.
+        norms = [layer.mixer_norm for layer in self._layers[1:]] + [self._final_norm]
+        normed = rms_norm(x, self._layers[0].mixer_norm, self._eps)
         for number, layer in enumerate(self._layers):
             if number in taps:
                 tapped[number] = x.clone()
-            x = x.add_(layer.mixer(rms_norm(x, layer.mixer_norm, self._eps), rotation, context))
-            x = x.add_(layer.mlp(rms_norm(x, layer.mlp_norm, self._eps)))
+            normed = add_norm(x, layer.mixer(normed, rotation, context), layer.mlp_norm, self._eps)
+            normed = add_norm(x, layer.mlp(normed), norms[number], self._eps)
         if len(self._layers) in taps:
             tapped[len(self._layers)] = x
-        return HiddenStates(rms_norm(x, self._final_norm, self._eps), tapped)
+        return HiddenStates(normed, tapped)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, H] behind the final norm to [rows, vocabulary] float32."""

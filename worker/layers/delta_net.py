@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.linear import Linear
-from kernels.pointwise import l2_norm, rms_norm
+from kernels.pointwise import gated_norm, l2_norm
 from kernels.recurrent import causal_conv_rows, causal_conv_step, delta_rule_chunks, delta_rule_step
 from memory.api import LayerRows, Row
 from worker.execution.context import ForwardContext
@@ -92,9 +92,8 @@ class DeltaNetLayer:
         if decode < total:
             parts.append(self._chunks(inner[decode:, :channels], log_decay[decode:], beta[decode:], context))
         mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
-        normed = rms_norm(mixed, self._norm, self._eps)
-        gated = normed.flatten(1).mul_(F.silu(z.float()))
-        return self._outer(gated.to(x.dtype))
+        gated = gated_norm(mixed, z, self._norm, self._eps)
+        return self._outer(gated.flatten(1).to(x.dtype))
 
     def _step(
         self, mixed: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor, context: ForwardContext

@@ -76,6 +76,6 @@ class MoeMlp:
         if self._shared_down is None:
             return out
         size, first = self._shared_size, self._num_experts + 1
-        hidden = silu_and_mul(inner[:, first : first + size], inner[:, first + size :])
-        hidden = hidden.mul_(torch.sigmoid(inner[:, self._num_experts : first]))
+        gate, up = inner[:, first : first + size], inner[:, first + size :]
+        hidden = silu_and_mul(gate, up, share=inner[:, self._num_experts : first])
         return out.add_(self._shared_down(hidden))

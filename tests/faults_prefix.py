@@ -152,4 +152,11 @@ FAULTS = [
         new="return COLDEST_SHARE * average / elapsed",
         tests=MARKET,
     ),
+    Fault(
+        "market lets requests starve the experts",
+        "memory.ledger.market",
+        old="hold_new = missing > 0 and not self._pays(experts, running)",
+        new="hold_new = False",
+        tests=MARKET,
+    ),
 ]

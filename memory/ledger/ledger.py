@@ -102,6 +102,7 @@ class ArenaLedger:
         self._cache = PrefixCache(self._book, prefix_tree, self._spill) if prefix_tree is not None else None
         self._room = RoomMaker(self._book, self._cache)
         self._requests: dict[int, Holding] = {}
+        self._hold_new = False
         self._pins: dict[int, tuple[list[tuple[int, int]], int]] = {}  # pin -> (pages, node)
         self._num_pins = 0
 
@@ -154,7 +155,7 @@ class ArenaLedger:
             self._cache.end_uses()
         updates = (table.difference() for table in book.tables)
         table = tuple(update for update in updates if update is not None)
-        book.committed_step, book.open_step = step, NO_STEP
+        book.hand_out()
         return StepCommands(step, ban, moves, copies, table, allow)
 
     def end_step(self, step: int) -> None:
@@ -192,7 +193,8 @@ class ArenaLedger:
         return found
 
     def grant(self, ask: PageAsk) -> Grant | Shortage:
-        """See :class:`memory.api.Ledger`. A match that was evicted meanwhile is answered by an empty Shortage."""
+        """See :class:`memory.api.Ledger`. A match evicted meanwhile is answered by an empty Shortage, and so is
+        a first ask while the market holds new requests back and others run."""
         holding = self._requests.get(ask.request)
         if holding is None:
             return self._grant_first(ask)
@@ -208,6 +210,8 @@ class ArenaLedger:
         return self._append(holding, need)
 
     def _grant_first(self, ask: PageAsk) -> Grant | Shortage:
+        if self._hold_new and self._requests:
+            return Shortage({})
         holding = Holding(len(self._paged))
         if not ask.match.num_tokens or self._cache is None:
             self._let_go_behind(holding, ask.num_computed_tokens)
@@ -365,8 +369,10 @@ class ArenaLedger:
 
     def follow(self, decision: MarketDecision) -> int:
         """Does what the market decided: lets the cheapest prefixes go, and chooses who gives way to grants from now
-        on; answers the bytes let go. Moves of the coming steps bring the holes to the frontier."""
+        on, and whether requests may start beside others; answers the bytes let go. Moves of the coming steps bring
+        the holes to the frontier."""
         self._room.spare_prefixes = decision.spare_prefixes
+        self._hold_new = decision.hold_new
         if self._cache is None or not decision.evict_bytes:
             return 0
         return self._cache.forget(self._cache.tree.evict_cheapest(decision.evict_bytes).pages)

@@ -3,12 +3,20 @@
 Both sides carry one price: milliseconds saved per byte and second. For each side two estimates are made from running
 totals, and the higher one holds. What was lost lately and missed again (ghosts) shows what the side's next bytes
 would save; the average over what is held or missing stands in while ghosts are few.
+
+Running requests are not bought out, but whether one more should start is asked at the same price. Each of b running
+requests brings a share ``1 / b`` of what decode steps bring. One more, of B bytes, slows all by ``price x B`` seconds a
+second, for the experts that have no place because of it, and by a share ``e / b`` of the time that decode steps wait
+for the link, for experts that only it wants: ``e`` is the elasticity of distinct experts ``E (1 - (1 - k/E)^b)`` in b.
+Time spent on prompts gets no shorter. So one more pays as long as all bytes that pages keep from experts, at the
+experts' price, cost less than ``1 - share of prompts - e x share of decode misses`` seconds a second.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from math import log
 
 COLDEST_SHARE = 0.25
 """What the coldest kept prefixes are taken to save, as a share of the average byte's. It only matters while nothing
@@ -29,21 +37,27 @@ class ExpertReading:
 
     Attributes:
         misses: expert reads over the link so far.
+        staged: those of them streamed for prompts, in staged passes.
         ghost_hits: those of them whose expert had lately lost its place.
         num_ghosts: experts remembered as having lost theirs.
         num_places: usable places.
         num_experts: routed experts of all layers.
         place_bytes: bytes of a place.
         miss_ms: time of one read over the link.
+        per_layer: routed experts of a layer.
+        per_token: experts that a token takes in a layer.
     """
 
     misses: int
+    staged: int
     ghost_hits: int
     num_ghosts: int
     num_places: int
     num_experts: int
     place_bytes: int
     miss_ms: float
+    per_layer: int
+    per_token: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +69,14 @@ class PrefixReading:
     ghost_ms: float
     evicted_bytes: int
     held_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunningReading:
+    """How many requests run, and the bytes that pages of all kinds keep from experts: used, kept for later or empty."""
+
+    num_running: int = 0
+    page_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +92,14 @@ class MarketDecision:
     """What to do in the coming steps.
 
     ``evict_bytes``: prefix pages to let go in this step for the sake of expert places (0: none). ``spare_prefixes``:
-    a grant that lacks room should take it from expert places before evicting prefixes.
+    a grant that lacks room should take it from expert places before evicting prefixes. ``hold_new``: while others
+    run, another request would cost them more than it brings.
     """
 
     tilt: Tilt = Tilt.HOLD
     evict_bytes: int = 0
     spare_prefixes: bool = False
+    hold_new: bool = False
 
 
 class Market:
@@ -99,14 +123,22 @@ class Market:
         self._last: tuple[float, ExpertReading, PrefixReading] | None = None
         self._ghost_bytes = 0.0
         self._credit_bytes = 0.0
+        self._staged_share = 0.0
+        self._decode_share = 0.0
 
     @property
     def prices(self) -> Prices:
         """The smoothed prices."""
         return self._prices or Prices()
 
-    def step(self, now_s: float, experts: ExpertReading, prefixes: PrefixReading) -> MarketDecision:
-        """Takes both sides' totals at time ``now_s`` and answers what this step should do. Calls without time in
+    def step(
+        self,
+        now_s: float,
+        experts: ExpertReading,
+        prefixes: PrefixReading,
+        running: RunningReading = RunningReading(),
+    ) -> MarketDecision:
+        """Takes all sides' readings at time ``now_s`` and answers what this step should do. Calls without time in
         between answer as the one before, without further evictions."""
         if self._last is None:
             self._last = (now_s, experts, prefixes)
@@ -117,12 +149,14 @@ class Market:
             self._last = (now_s, experts, prefixes)
             self._tilt = self._next_tilt()
             self._credit_bytes += self._bytes_per_s * elapsed
-        if self._tilt is not Tilt.TO_EXPERTS or experts.num_places >= experts.num_experts:
+        missing = experts.num_experts - experts.num_places
+        hold_new = missing > 0 and not self._pays(experts, running)
+        if self._tilt is not Tilt.TO_EXPERTS or missing <= 0:
             self._credit_bytes = 0.0
-            return MarketDecision(self._tilt, 0, self._tilt is Tilt.TO_PREFIXES)
+            return MarketDecision(self._tilt, 0, self._tilt is Tilt.TO_PREFIXES, hold_new)
         evict = int(min(self._credit_bytes, prefixes.held_bytes))
         self._credit_bytes = 0.0
-        return MarketDecision(self._tilt, evict)
+        return MarketDecision(self._tilt, evict, False, hold_new)
 
     def _smooth(self, elapsed: float, experts: ExpertReading, prefixes: PrefixReading) -> None:
         assert self._last is not None
@@ -134,10 +168,19 @@ class Market:
             _expert_price(elapsed, old_experts, experts),
             _prefix_price(elapsed, old_prefixes, prefixes, self._ghost_bytes),
         )
+        staged = _link_share(elapsed, experts, experts.staged - old_experts.staged)
+        link = _link_share(elapsed, experts, experts.misses - old_experts.misses)
+        self._staged_share = self._staged_share * keep + staged * (1 - keep)
+        self._decode_share = self._decode_share * keep + (link - staged) * (1 - keep)
         old = self._prices or now
         self._prices = Prices(
             old.expert * keep + now.expert * (1 - keep), old.prefix * keep + now.prefix * (1 - keep)
         )
+
+    def _pays(self, experts: ExpertReading, running: RunningReading) -> bool:
+        """Whether one more request brings more than it costs those that run."""
+        waiting = _elasticity(experts, running.num_running) * self._decode_share
+        return self.prices.expert * running.page_bytes <= 1000.0 * (1.0 - self._staged_share - waiting)
 
     def _next_tilt(self) -> Tilt:
         expert, prefix = self.prices.expert, self.prices.prefix
@@ -164,3 +207,19 @@ def _prefix_price(elapsed: float, old: PrefixReading, new: PrefixReading, ghost_
     ghosts = (new.ghost_ms - old.ghost_ms) / ghost_bytes if ghost_bytes > 0 else 0.0
     average = (new.saved_ms - old.saved_ms) / new.held_bytes if new.held_bytes else 0.0
     return max(ghosts, COLDEST_SHARE * average) / elapsed
+
+
+def _link_share(elapsed: float, experts: ExpertReading, misses: int) -> float:
+    """Share of the time that the link needs for so many reads."""
+    return min(1.0, misses * experts.miss_ms / 1e3 / elapsed)
+
+
+def _elasticity(experts: ExpertReading, num_running: int) -> float:
+    """By what share distinct experts grow per share of more tokens: d ln D / d ln b of D = E (1 - (1 - k/E)^b)."""
+    if num_running == 0 or not experts.per_token:
+        return 1.0
+    if experts.per_token >= experts.per_layer:
+        return 0.0
+    others = 1.0 - experts.per_token / experts.per_layer
+    untouched = others**num_running
+    return -num_running * log(others) * untouched / (1.0 - untouched)

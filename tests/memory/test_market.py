@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from memory.ledger.market import ExpertReading, Market, PrefixReading, Tilt
+from memory.api import Grant, PageAsk, Shortage
+from memory.ledger.market import (
+    ExpertReading,
+    Market,
+    MarketDecision,
+    PrefixReading,
+    RunningReading,
+    Tilt,
+)
+from tests.memory.geometries import full_spec, small_ledger
 
 PLACE = 5_000_000
 GIB = 1 << 30
 
 
-def experts(misses: float = 0, ghost_hits: float = 0, places: int = 1000) -> ExpertReading:
-    return ExpertReading(int(misses), int(ghost_hits), 100, places, 6144, PLACE, 0.1)
+def experts(misses: float = 0, ghost_hits: float = 0, places: int = 1000, staged: float = 0) -> ExpertReading:
+    return ExpertReading(int(misses), int(staged), int(ghost_hits), 100, places, 6144, PLACE, 0.1, 128, 8)
 
 
 def prefixes(saved: float = 0.0, ghost: float = 0.0, evicted: int = 0, held: int = 10 * GIB) -> PrefixReading:
@@ -116,7 +125,43 @@ def test_two_useful_sides_settle_instead_of_swinging() -> None:
     assert market.prices.expert == pytest.approx(market.prices.prefix, rel=0.6)
 
 
+@pytest.mark.parametrize(
+    ("num_running", "gigabytes", "staged_share", "hold"),
+    # The link is busy 40 % of the time with reads of 5,144 missing experts. Pages of 8 GB keep 1,600 experts out: they
+    # cost 1,600 x 0.78 reads a second x 0.1 ms = 0.124 s a second; 42 GB cost 0.65. With 64 running, another one wants
+    # few experts of its own (e = 0.067), with 2 nearly all (e = 0.94).
+    [(64, 8, 0.0, False), (64, 42, 0.0, False), (64, 70, 0.0, True), (2, 8, 0.0, False), (2, 42, 0.0, True),
+     (64, 40, 1.0, True), (64, 30, 1.0, False)],
+)  # fmt: skip
+def test_one_more_request_starts_as_long_as_it_brings_more_than_it_costs(
+    num_running: int, gigabytes: int, staged_share: float, hold: bool
+) -> None:
+    market = Market(1e9, half_life_s=1e-9)
+    market.step(0.0, experts(), prefixes())
+    reading = experts(misses=4000, staged=4000 * staged_share)
+    decision = market.step(1.0, reading, prefixes(), RunningReading(num_running, gigabytes * 1_000_000_000))
+    assert decision.hold_new is hold
+
+
+def test_nobody_is_held_back_where_all_experts_have_places() -> None:
+    market = Market(1e9, half_life_s=1e-9)
+    market.step(0.0, experts(), prefixes())
+    full = RunningReading(64, 100_000_000_000)
+    assert not market.step(1.0, experts(misses=9000, places=6144), prefixes(), full).hold_new
+
+
 def test_nonsense_settings_are_refused() -> None:
     for settings in ({"bytes_per_s": 0.0}, {"bytes_per_s": 1.0, "hysteresis": 0.9}):
         with pytest.raises(ValueError, match="market needs"):
             Market(**settings)
+
+
+def test_the_ledger_holds_new_requests_back_only_beside_others() -> None:
+    ledger = small_ledger([full_spec(16)], 64 * 1024, place_bytes=1024)
+    ledger.follow(MarketDecision(hold_new=True))
+    ledger.begin_step(1, 0)
+    assert isinstance(ledger.grant(PageAsk(1, 16)), Grant), "alone it starts, or nobody ever would"
+    assert ledger.grant(PageAsk(2, 16)) == Shortage({})
+    assert isinstance(ledger.grant(PageAsk(1, 64)), Grant), "who runs goes on"
+    ledger.follow(MarketDecision())
+    assert isinstance(ledger.grant(PageAsk(2, 16)), Grant)

@@ -62,7 +62,7 @@ class Sampler:
 
     def _start(self, row: StartedRow) -> None:
         params, slot = row.sampling, row.slot
-        early = ()
+        early: tuple[int, ...] = ()
         if params.min_tokens:
             ends = () if params.ignore_eos else self._eos_token_ids
             early = tuple(sorted({*ends, *params.stop_token_ids}))

@@ -74,10 +74,9 @@ class OutputForecast:
     def remaining_of(self, request: Request) -> int:
         """The same for a request that waits."""
         left = request.max_total - request.num_known
-        sampling = request.asked.sampling
-        if sampling.ignore_eos and not sampling.stop_token_ids and request.asked.grammar is None:
+        if request.ends_at_limit:
             return left
-        least = request.num_prompt + sampling.min_tokens - request.num_known
+        least = request.num_prompt + request.asked.sampling.min_tokens - request.num_known
         return max(least, int(np.ceil(left * self.fraction)))
 
 

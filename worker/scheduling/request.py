@@ -68,6 +68,12 @@ class Request:
         return self.num_prompt + self.asked.sampling.max_tokens
 
     @property
+    def ends_at_limit(self) -> bool:
+        """Whether no token can end the output early."""
+        sampling = self.asked.sampling
+        return sampling.ignore_eos and not sampling.stop_token_ids and self.asked.grammar is None
+
+    @property
     def num_known(self) -> int:
         """Tokens known, prompt and flushed output together."""
         return self.num_prompt + len(self.generated)

@@ -33,7 +33,6 @@ class RowTable:
         self.num_computed = ints()
         self.num_prompt = ints()
         self.max_total = ints()
-        self.max_tokens = ints()
         self.min_total = ints()
         self.capacity = ints()
         self.last_token = ints()
@@ -95,16 +94,13 @@ class RowTable:
         self.num_computed[slot] = num_computed
         self.num_prompt[slot] = request.num_prompt
         self.max_total[slot] = request.max_total
-        self.max_tokens[slot] = request.max_total - request.num_prompt
         self.min_total[slot] = request.num_prompt + sampling.min_tokens
         self.capacity[slot] = capacity
         self.last_token[slot] = request.prefill[-1]
         self.steps_in_flight[slot] = self.samples_in_flight[slot] = 0
         self.leaving[slot] = False
         self.heeds_eos[slot] = not sampling.ignore_eos
-        self.certain[slot] = (
-            sampling.ignore_eos and not sampling.stop_token_ids and request.asked.grammar is None
-        )
+        self.certain[slot] = request.ends_at_limit
         self.has_grammar[slot] = request.asked.grammar is not None
         self.next_checkpoint[slot] = self.num_kept[slot] = 0
         self._tail_len[slot] = 0

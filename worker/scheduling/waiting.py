@@ -68,10 +68,3 @@ class WaitingQueue:
         request.status = Status.RUNNING
         self._left(request)
         return request
-
-    def drain(self) -> list[Request]:
-        """Takes out everybody, in order."""
-        found = []
-        while self.peek() is not None:
-            found.append(self.pop())
-        return found

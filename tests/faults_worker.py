@@ -150,6 +150,13 @@ FAULTS = [
         ),
     ),
     Fault(
+        "scheduler: prompts are not cut where they part from earlier ones",
+        "worker.scheduling.scheduler",
+        old="cuts += [last_checkpoint(known, self._align), request.branch_tokens]",
+        new="cuts += [last_checkpoint(known, self._align)]",
+        tests=(f"{PREFIXES}::test_prompts_that_begin_alike_share_from_the_third_on[hybrid]",),
+    ),
+    Fault(
         "loop: a step counts as completed while it is in flight",
         "worker.loop",
         old="self._ledger.begin_step(step, self._completed)",

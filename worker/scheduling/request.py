@@ -28,6 +28,7 @@ class Request:
 
     __slots__ = (
         "asked",
+        "branch_tokens",
         "first_token_s",
         "generated",
         "match",
@@ -50,6 +51,8 @@ class Request:
         self.generated: list[int] = []
         self.prefill: IntArray = np.asarray(asked.prompt_token_ids, dtype=np.int64)
         self.match: PrefixMatch = NO_MATCH
+        self.branch_tokens = 0
+        """how many leading tokens an earlier prompt shares: a place to keep the state"""
         self.num_cached_tokens = 0
         self.num_retractions = 0
         self.queued_s = now_s

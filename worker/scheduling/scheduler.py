@@ -13,6 +13,7 @@ from worker.api import FinishReason, GenerateRequest, TokenEvent
 from worker.errors import ConfigError, InvalidRequest
 from worker.scheduling.admission import AdmissionControl, OutputForecast, check_can_finish, has_fixed_shares
 from worker.scheduling.applying import Applier
+from worker.scheduling.branches import BranchFinder
 from worker.scheduling.budget import ChunkRule, StepBudget, choose_decode_rows, last_checkpoint
 from worker.scheduling.grammars import Grammars
 from worker.scheduling.planning import PlanBuilder
@@ -114,6 +115,7 @@ class Scheduler:
         self._align = _block_tokens(ledger.specs.values(), self._bundled or limits.deterministic)
         strict = limits.deterministic
         self._rule = ChunkRule(CHECKPOINT_TOKENS if strict else self._align if self._bundled else 1, strict)
+        self._branches = BranchFinder(self._align) if self._bundled else None
         self._builder = PlanBuilder(self.running, grammars)
         self._applier = Applier(self.running, self.statistics, grammars, clock, self._ended)
 
@@ -160,6 +162,8 @@ class Scheduler:
         request = Request(number, asked, own, self._clock())
         if asked.grammar is not None and self._grammars is not None:
             self._grammars.open(number, asked.grammar)
+        if self._branches is not None:
+            request.branch_tokens = self._branches.visit(asked.prompt_token_ids, asked.cache_salt)
         self._requests[asked.request_id] = request
         self.waiting.append(request)
         self.statistics.num_submitted += 1
@@ -239,13 +243,15 @@ class Scheduler:
     def _next_checkpoint(self, slot: int) -> int:
         """The token count from which on the row is next offered to the prefix cache, 0 for never."""
         rows, deterministic = self.rows, self.limits.deterministic
-        computed, prefill = int(rows.num_computed[slot]), len(rows.occupant(slot).prefill)
+        request, computed = rows.occupant(slot), int(rows.num_computed[slot])
+        prefill = len(request.prefill)
         end = last_checkpoint(
             min(prefill, int(rows.num_prompt[slot])) if deterministic else prefill, self._align
         )
         spaced = computed + max(self._align, self.limits.checkpoint_tokens)
         if computed < end:
-            return min(end, spaced)
+            places = (request.branch_tokens, end, spaced)
+            return min(place for place in places if place > computed)
         # Pages of an output go to the cache when it ends; a state that is not kept on the way is lost.
         return spaced if self._bundled and not deterministic else 0
 
@@ -269,22 +275,22 @@ class Scheduler:
             if not self._stays(slot):
                 continue
             computed, known = int(rows.num_computed[slot]), int(rows.num_known[slot])
-            length = self._chunk(computed, known, int(rows.num_prompt[slot]), budget)
+            length = self._chunk(rows.occupant(slot), computed, known, budget)
             end = computed + length
             if length and (end <= rows.capacity[slot] or self.running.ensure_room(slot, end)):
                 chosen.append((slot, length))
                 budget.take(length)
         return chosen
 
-    def _chunk(self, computed: int, known: int, num_prompt: int, budget: StepBudget) -> int:
-        """Tokens of the next chunk of a prefill; it ends where the last of its states can be kept."""
+    def _chunk(self, request: Request, computed: int, known: int, budget: StepBudget) -> int:
+        """Tokens of the next chunk of a prefill; it ends where a state is worth keeping."""
         cuts = []
         if self.limits.deterministic:
             # The output is computed again one by one; the prompt's last chunk always begins at the same place.
-            known = min(known, num_prompt)
+            known = min(known, request.num_prompt)
             cuts.append(last_checkpoint(known))
         if self._bundled:
-            cuts.append(last_checkpoint(known, self._align))
+            cuts += [last_checkpoint(known, self._align), request.branch_tokens]
         cut = min((cut for cut in cuts if cut > computed), default=0)
         return self._rule.length(computed, known, budget.tokens, cut)
 
@@ -317,7 +323,7 @@ class Scheduler:
     def _admit_one(self, request: Request, step: int, budget: StepBudget) -> tuple[int, int] | None:
         known = request.known_token_ids()
         match = self._match(known, request.asked.cache_salt)
-        length = self._chunk(match.num_tokens, len(known), request.num_prompt, budget)
+        length = self._chunk(request, match.num_tokens, len(known), budget)
         if self.limits.deterministic and match.num_tokens >= request.num_prompt:
             length = 1
         if not length:

@@ -8,6 +8,7 @@ import pytest
 from tests.helpers.fake_runner import expected_tokens
 from tests.helpers.scheduling import ALL_KINDS, FULL, HYBRID, WINDOWED, Desk, bytes_for, make_desk
 from worker.api import SamplingParams
+from worker.scheduling.branches import BranchFinder
 
 SPECS = {"full": FULL, "hybrid": HYBRID, "windowed": WINDOWED, "all": ALL_KINDS}
 PROMPT = tuple(range(20, 170))
@@ -162,3 +163,29 @@ def test_prefixes_come_back_from_the_host_as_they_were(name: str, overlap: bool)
     desk.check_empty()
     assert desk.runner.num_from_host > 0, "nothing came back from the host"
     assert desk.scheduler.statistics.cached_tokens > 3 * 2 * 128
+
+
+@pytest.mark.parametrize("name", ["hybrid", "windowed", "all"])
+def test_prompts_that_begin_alike_share_from_the_third_on(name: str) -> None:
+    """The first cannot know where others will part from it; the second does, and keeps its state there."""
+    desk = make_desk(SPECS[name], max_step_tokens=512)
+    system = tuple(range(7, 107))
+    for number in range(4):
+        desk.ask(f"r{number}", (*system, *(number * 9 + n for n in range(60))), max_tokens=3, ignore_eos=True)
+        plans = desk.step(3)
+        if number == 1:
+            assert [plan.query_len.tolist() for plan in plans] == [[64], [64], [32]], "cut where they part"
+        desk.finish()
+    assert [cached(desk, f"r{number}") for number in range(4)] == [0, 0, 64, 64]
+    desk.ask("other salt", (*system, 1, 2, 3), salt="tenant", max_tokens=3, ignore_eos=True)
+    desk.finish()
+    assert cached(desk, "other salt") == 0
+    desk.check_answers()
+
+
+def test_the_branch_finder_forgets_the_oldest() -> None:
+    finder = BranchFinder(4, most_blocks=4)
+    assert finder.visit(tuple(range(10)), "") == 0
+    assert finder.visit((*range(8), 99, 99, 99, 99), "") == 8
+    assert finder.visit(tuple(range(8)), "salt") == 0
+    assert finder.visit(tuple(range(4)), "") == 0, "its block was the oldest of five"

@@ -67,9 +67,7 @@ def apply_attention_windows(model: transformers.PreTrainedModel) -> None:
     model.get_decoder().register_forward_pre_hook(_mask_by_kind, with_kwargs=True)
 
 
-def _mask_by_kind(
-    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, dict[str, Any]]:
+def _mask_by_kind(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Replaces the 2-D attention mask by a mask for each kind of layer, as the decoder itself would build them."""
     if isinstance(kwargs.get("attention_mask"), dict):
         return args, kwargs

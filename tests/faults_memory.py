@@ -145,9 +145,23 @@ FAULTS = [
     Fault(
         "the floor of places is ignored",
         "memory.ledger.extents",
-        "return max(0, self.floor_places - (self.usable_places() - beside))",
+        "return max(0, self.floor_places - other_side)",
         "return 0",
         (f"{_LAYOUT}test_growth_stops_at_the_floor_of_places",),
+    ),
+    Fault(
+        "a float begins as if the gap stayed whole",
+        "memory.ledger.extents",
+        "if pool.num_pages:\n            other_side -=",
+        "if True:\n            other_side -=",
+        (f"{_LAYOUT}test_a_float_that_cuts_the_gap_leaves_the_floor_whole",),
+    ),
+    Fault(
+        "a page moved between steps is free before its move has run",
+        "memory.ledger.book",
+        "due = max(due, self.committed_step + 1)",
+        "due = max(due, self.open_step)",
+        (f"{_LAYOUT}test_a_page_moved_between_steps_and_released_waits_for_the_step_that_carries_its_move",),
     ),
     # -- windows
     Fault(

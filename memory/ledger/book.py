@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 
 from memory.api import PageCopy
@@ -32,9 +33,15 @@ class PageBook:
         self.open_step = NO_STEP
         self.committed_step = NO_STEP
         self.completed_step = NO_STEP
+        self._in_flight: deque[int] = deque()
         self._copies: list[
             tuple[int, int, int]
         ] = []  # (group, source, target), virtual pages held until commit
+
+    def hand_out(self) -> None:
+        """The open step's commands leave: it is in flight."""
+        self.committed_step, self.open_step = self.open_step, NO_STEP
+        self._in_flight.append(self.committed_step)
 
     # -- pages ---------------------------------------------------------------------------------------------------
 
@@ -111,8 +118,12 @@ class PageBook:
     # -- bytes ---------------------------------------------------------------------------------------------------
 
     def retire(self, completed_step: int) -> None:
-        """Steps up to ``completed_step`` have finished: copies flip, bytes that waited for them are free."""
-        self.completed_step = max(self.completed_step, completed_step)
+        """Steps up to ``completed_step`` have finished: copies flip, bytes that waited for them are free.
+
+        Only numbers of steps that were handed out count, so that "the next step" may be written as the last plus one.
+        """
+        while self._in_flight and self._in_flight[0] <= completed_step:
+            self.completed_step = self._in_flight.popleft()
         self.relocator.flip(self.completed_step, self.committed_step)
         for group, page in self.deferred.retire(self.completed_step):
             self.pools[group].free(page)
@@ -125,7 +136,7 @@ class PageBook:
         table, pool = self.tables[group], self.pools[group]
         due = max(table.last_step[virtual], self.relocator.abandon(group, virtual))
         if self.relocator.moved(group, virtual):
-            due = max(due, self.open_step)
+            due = max(due, self.committed_step + 1)  # at the earliest, the step that will carry the move
         page = table.unbind(virtual)
         if due <= self.completed_step:
             pool.free(page)

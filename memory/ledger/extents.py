@@ -153,8 +153,14 @@ class Layout:
         if not self.floor_places:
             return 0
         pool, edge = self.pools[index], self._edge(index, up)
-        beside = self.places_in(pool.high_byte, edge) if up else self.places_in(edge, pool.low_byte)
-        return max(0, self.floor_places - (self.usable_places() - beside))
+        other_side = self.usable_places()
+        if pool.num_pages:
+            other_side -= self.places_in(pool.high_byte, edge) if up else self.places_in(edge, pool.low_byte)
+        else:  # the gap is still whole here: growing cuts it in two
+            far, here = self._edge(index, not up), pool.low_byte
+            other_side -= self.places_in(min(far, edge), max(far, edge))
+            other_side += self.places_in(min(far, here), max(far, here))
+        return max(0, self.floor_places - other_side)
 
     # -- changing ------------------------------------------------------------------------------------------------
 

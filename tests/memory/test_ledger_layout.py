@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memory.api import Grant, LedgerError, PageAsk, PlaceRange, Shortage
+from memory.ledger.extents import Layout, arrange
 from memory.ledger.ledger import ArenaLedger
 from memory.ledger.places import ExpertPlaces
 from tests.memory.geometries import full_spec, mixed_specs, small_ledger, small_state_spec, window_spec
@@ -226,3 +227,41 @@ def test_a_draining_place_that_is_covered_again_is_not_banned_twice() -> None:
     assert places.update([(3 * KB, 4 * KB)], [(2 * KB, 3 * KB)], 2, 0) == ((), ())
     assert places.update([(2 * KB, 4 * KB)], [], 3, 0) == ((), ())
     assert places.num_draining == 0
+
+
+def test_a_page_moved_between_steps_and_released_waits_for_the_step_that_carries_its_move() -> None:
+    """A checkpoint outside an open step makes room by moves; the page it moved ends before the next step."""
+    arena = 12 * STATE.page_bytes
+    world = World(small_ledger([FULL, STATE], arena, cached=True), arena)
+    ledger = world.ledger
+    (first,) = world.plan({}, [([1] * 64, 64)])
+    numbers = world.plan({}, [([n, n], 2) for n in range(2, 8)])
+    world.finish_all()
+    while True:
+        more = world.plan({}, [([9] * 16, 16)])
+        world.finish_all()
+        if not more:
+            break
+    for number in numbers[::2]:
+        world.release(number, donate=False)
+    book = ledger._book
+    states = book.pools[0]
+    victim = ledger.pages(numbers[-1], "state").pages[0]
+    book.relocator.vacate(0, True, states.grid.address(2), 0)
+    assert book.relocator.moved(0, victim)
+    world.release(numbers[-1], donate=False)
+    assert states.num_pending == 1
+    ledger.begin_step(world.step + 5, world.step + 4 - 4)
+    ledger.audit()
+    assert first in world.running
+
+
+def test_a_float_that_cuts_the_gap_leaves_the_floor_whole() -> None:
+    """Beginning in the middle of the gap costs the place that it cuts as well."""
+    arena = 40 * KB
+    for floor_places, fits in ((20, False), (19, True)):
+        layout = Layout(arrange(mixed_specs(3, 16, 40), arena), arena, 2 * KB, floor_places)
+        window = layout.pools[1]
+        assert layout.grow(1, 1) is fits
+        assert window.low_byte % (2 * KB), "the hint lies inside a place"
+        assert layout.usable_places() == floor_places

@@ -155,6 +155,7 @@ def test_workers_are_added_when_requests_crowd(deploy: Deploy, tmp_path: Path) -
     assert all(state.num_submitted for state in app.snapshots()), "the new worker got some of them"
 
 
+@pytest.mark.timeout(300)
 def test_the_streaming_tests_pass_over_haproxy_too() -> None:
     # Serve reads these when it is imported, so the other transport needs a process of its own.
     environment = {
@@ -165,6 +166,6 @@ def test_the_streaming_tests_pass_over_haproxy_too() -> None:
     }
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     command.append("tests/serve_app/on_ray/test_streaming.py")
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert "5 passed" in done.stdout

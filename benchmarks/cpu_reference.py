@@ -23,9 +23,9 @@ LOGPROB_TOLERANCE = 1e-4
 
 
 @cache
-def reference_model(folder: Path) -> Any:
-    """The folder's model in float32, windows applied."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+def reference_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The folder's model, windows applied."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     apply_attention_windows(model)
     return model
 

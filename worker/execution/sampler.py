@@ -15,11 +15,43 @@ from worker.scheduling.step import IntArray, StartedRow, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
+class DrawnLogprobs:
+    """Log-probabilities of some rows, still on the device.
+
+    Attributes:
+        rows: plan rows that asked, in order; wanted: how many alternatives each asked for.
+        token_ids, chosen: [rows] the drawn tokens and their log-probabilities.
+        top_values, top_ids: [rows, most wanted], best first.
+    """
+
+    rows: tuple[int, ...]
+    wanted: tuple[int, ...]
+    token_ids: torch.Tensor
+    chosen: torch.Tensor
+    top_values: torch.Tensor
+    top_ids: torch.Tensor
+
+    def by_row(self) -> dict[int, TokenLogprobs]:
+        """Plain values by plan row; waits for the device."""
+        columns = (self.token_ids, self.chosen, self.top_ids, self.top_values)
+        lines = zip(self.rows, self.wanted, *(column.tolist() for column in columns), strict=True)
+        return {
+            row: TokenLogprobs(token, chosen, tuple(zip(ids[:wanted], values[:wanted], strict=True)))
+            for row, wanted, token, chosen, ids, values in lines
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class SampledRows:
-    """[rows] int64 tokens drawn, and log-probabilities by row for those that asked."""
+    """[rows] int64 tokens drawn, and log-probabilities of the rows that asked, None if no row did."""
 
     token_ids: torch.Tensor
-    logprobs: Mapping[int, TokenLogprobs]
+    drawn: DrawnLogprobs | None
+
+    @property
+    def logprobs(self) -> Mapping[int, TokenLogprobs]:
+        """Log-probabilities by plan row; waits for the device."""
+        return {} if self.drawn is None else self.drawn.by_row()
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,21 +200,15 @@ class Sampler:
 
     def _log_probabilities(
         self, rows: IntArray, slots: IntArray, logits: torch.Tensor, token_ids: torch.Tensor
-    ) -> dict[int, TokenLogprobs]:
+    ) -> DrawnLogprobs | None:
         asked = np.flatnonzero(self._logprobs[slots] >= 0)
         if len(asked) == 0:
-            return {}
+            return None
         index = self._tensor(asked)
+        wanted = self._logprobs[slots[asked]]
         scores = torch.log_softmax(logits.index_select(0, index), -1)
         drawn = token_ids.index_select(0, index)
-        chosen = scores.gather(1, drawn.unsqueeze(1)).squeeze(1).tolist()
-        most = int(self._logprobs[slots[asked]].max())
-        best = torch.topk(scores, most, dim=-1) if most else None
-        values = best.values.tolist() if best is not None else [[]] * len(asked)
-        ids = best.indices.tolist() if best is not None else [[]] * len(asked)
-        found = {}
-        for i, (place, token) in enumerate(zip(asked.tolist(), drawn.tolist(), strict=True)):
-            wanted = int(self._logprobs[slots[place]])
-            top = tuple(zip(ids[i][:wanted], values[i][:wanted], strict=True))
-            found[int(rows[place])] = TokenLogprobs(token, chosen[i], top)
-        return found
+        best = torch.topk(scores, int(wanted.max()), dim=-1)
+        chosen = scores.gather(1, drawn.unsqueeze(1)).squeeze(1)
+        rows_asked, counts = tuple(rows[asked].tolist()), tuple(wanted.tolist())
+        return DrawnLogprobs(rows_asked, counts, drawn, chosen, best.values, best.indices)

@@ -6,8 +6,9 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks.cpu_reference import LOGPROB_TOLERANCE, compare
+from benchmarks.cpu_reference import LOGPROB_TOLERANCE, compare, reference_model
 from tests.helpers.plans import PlanDriver
 from tests.helpers.tiny import tiny_folder
 from worker.api import SamplingParams, TokenLogprobs
@@ -103,3 +104,28 @@ def test_model_info_is_read_from_the_folder() -> None:
     assert (info.num_layers, info.num_experts, info.experts_per_token) == (4, 8, 2)
     assert set(info.eos_token_ids) == {2, 4}
     assert (info.dtype, info.device, info.max_model_len) == ("float32", "cpu", 4096)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_5", "qwen3_moe", "gpt_oss"])
+def test_bfloat16_errs_no_more_than_the_reference_in_bfloat16(family: str) -> None:
+    folder = tiny_folder(family)
+    config = WorkerConfig(model=str(folder), dtype="bfloat16", page_tokens=16, max_running=32)
+    runner = ModelRunner(config)
+    driver = PlanDriver(runner, arena_bytes=1 << 24)
+    runner.arena.buffer.fill_(0xFF)
+    dtypes = {row.dtype for spec in runner.page_specs for part in spec.layers for row in part.rows}
+    assert dtypes <= {"bfloat16", "float32"}
+    exact, rounded = reference_model(folder), reference_model(folder, torch.bfloat16)
+    ours, theirs = [], []
+    for n in (3, 31, 64, 77, 130, 200):
+        prompt = random_prompt(random.Random(n), n)
+        request = driver.add(prompt, SamplingParams(max_tokens=2, temperature=0.0, logprobs=20))
+        ids, values = zip(*driver.step({request: n})[1].logprobs[0][0].top, strict=True)
+        with torch.inference_mode():
+            right, near = (
+                m(torch.tensor([prompt])).logits[0, -1].float().log_softmax(-1)[list(ids)]
+                for m in (exact, rounded)
+            )
+        ours.append((torch.tensor(values) - right).abs().mean().item())
+        theirs.append((near - right).abs().mean().item())
+    assert sum(ours) < 2 * sum(theirs) + 0.05, (ours, theirs)

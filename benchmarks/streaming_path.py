@@ -48,7 +48,7 @@ class Pace:
 def pace_of(num_streams: int, transport: str, total_tokens_per_s: float) -> Pace:
     """At most 200 tokens a second each, and ``total_tokens_per_s`` together."""
     per_stream = min(200.0, total_tokens_per_s / num_streams)
-    return Pace(num_streams, per_stream, 6_500.0 if transport == "haproxy" else 1_500.0)
+    return Pace(num_streams, per_stream, 5_600.0 if transport == "haproxy" else 1_500.0)
 
 
 class Server:
@@ -58,7 +58,13 @@ class Server:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port: int = probe.getsockname()[1]
-        own = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+        # Ray lets its workers stand back behind all other processes; here they are what is measured.
+        own = {
+            "RAY_AUTH_MODE": "disabled",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_worker_niceness": "0",
+            "OMP_NUM_THREADS": "1",
+        }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.streaming.server", str(self.port)],
             stdin=subprocess.PIPE,

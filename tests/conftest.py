@@ -1,11 +1,23 @@
-"""Settings that must stand before anything imports Triton or torch."""
+"""Settings that must stand before anything imports Triton or torch, and marks that follow from the machine."""
 
 from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 
+ON_GPU = torch.cuda.is_available()
+
 # Triton reads this when a kernel is defined: without a GPU its interpreter runs the kernels on CPU tensors.
-if not torch.cuda.is_available():
+if not ON_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Kernel tests run in the interpreter on a CPU and, compiled, as GPU tests where there is one."""
+    if not ON_GPU:
+        return
+    for item in items:
+        if item.path.name.startswith("test_triton_"):
+            item.add_marker(pytest.mark.gpu)

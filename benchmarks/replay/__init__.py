@@ -1,0 +1,1 @@
+"""The parts of the arena replay: model shapes, loads, step times, the simulated device, the pictures."""

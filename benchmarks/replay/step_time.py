@@ -1,0 +1,127 @@
+"""How long a step takes on one H200, from what it reads and computes.
+
+    step = max(weights read / bandwidth, work / compute) + KV and states read / bandwidth + launches
+
+Rates are those measured on an H200: 3.0 TB/s for paged attention (weights are taken to stream as fast; a copy reaches
+4.2), 790 TFLOP/s for a large dense product of which serving shapes are taken to reach 60 %, 50 GB/s from mapped host
+memory. Distinct experts of n tokens: ``E (1 - (1 - k/E)^n)``. With paged experts a decode step waits for what its
+layers miss beyond what they compute meanwhile, and prompts are computed in staged passes of up to
+:data:`STAGED_TOKENS` tokens that stream every missing expert once, beside decode steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.replay.shapes import ModelShape
+from worker.scheduling.step import BoolArray, StepPlan
+
+WEIGHT_BYTES_PER_S = 3.0e12
+KV_BYTES_PER_S = 3.0e12
+FLOPS_PER_S = 0.6 * 790e12
+LINK_BYTES_PER_S = 50e9
+LAYER_S = 60e-6
+"""Launches, gaps and small kernels of one layer in a captured graph: an assumption, not a measurement."""
+POPULARITY = 0.7
+"""Exponent of the Zipf law by which experts are taken to be chosen when they are paged: an assumption."""
+STAGED_TOKENS = 16_384
+GHOSTS_PER_LAYER = 8
+"""The device remembers so many experts of each layer that lost their places last."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Seconds of a step, and experts read over the link in it."""
+
+    seconds: float
+    misses: float = 0.0
+    ghost_hits: float = 0.0
+    """misses of experts that lost their places last"""
+    staged: float = 0.0
+    """misses streamed for prompts"""
+
+
+class StepTime:
+    """Prices plans of one model at one grain: a plan with decode rows stands for ``grain`` real steps, one without
+    for as many as its prompts need.
+
+    Args:
+        step_tokens: most real tokens of a real step, where experts are not paged.
+    """
+
+    def __init__(self, shape: ModelShape, grain: int, step_tokens: int) -> None:
+        self._shape = shape
+        self._grain = grain
+        self._step_tokens = step_tokens
+        ranks = np.arange(1, shape.num_experts + 1, dtype=np.float64) ** -POPULARITY
+        share = ranks / ranks.sum() if shape.num_experts else ranks
+        # A token never takes an expert twice: no probability passes 1.
+        self._chosen = np.minimum(0.999, shape.experts_per_token * share)
+
+    def price(self, plan: StepPlan, num_places: int = 0) -> StepCost:
+        """The cost of a planned step; with paged experts ``num_places`` of them are resident, the most popular."""
+        grain = self._grain
+        decode = plan.samples & (plan.query_len == 1) & (plan.num_computed > 0)
+        num_decode = int(decode.sum())
+        num_prefill = int(plan.query_len[~decode].sum()) * grain
+        read, flops = self._decode_work(plan, decode), self._prefill_flops(plan, ~decode)
+        states = 2 * self._shape.state_bytes * int((~decode).sum())
+        if self._shape.paged:
+            decoding = self._step(num_decode, 0.0, read, num_places) if num_decode else StepCost(0.0)
+            passes = -(-num_prefill // STAGED_TOKENS)
+            staged = self._step(
+                min(num_prefill, STAGED_TOKENS), flops / max(1, passes), states, num_places, True
+            )
+            return StepCost(
+                decoding.seconds * grain + staged.seconds * passes,
+                decoding.misses * grain + staged.misses * passes,
+                decoding.ghost_hits * grain + staged.ghost_hits * passes,
+                staged.misses * passes,
+            )
+        steps = max(grain if num_decode else 1, -(-num_prefill // self._step_tokens))
+        mixed = self._step(num_decode + num_prefill / steps, flops / steps, read + states / steps, 0)
+        return StepCost(mixed.seconds * steps)
+
+    def _decode_work(self, plan: StepPlan, decode: BoolArray) -> float:
+        """Bytes of KV and states that the decode rows read and write in a real step."""
+        shape = self._shape
+        contexts = (plan.num_computed[decode] + 1) * self._grain
+        window = np.minimum(contexts, shape.window) * shape.window_token_bytes
+        return float((contexts * shape.full_token_bytes + window + 2 * shape.state_bytes).sum())
+
+    def _prefill_flops(self, plan: StepPlan, prefill: BoolArray) -> float:
+        """Work of the prompts' chunks beyond that of their tokens in :meth:`_step`: attention."""
+        lengths = plan.query_len[prefill] * self._grain
+        middle = plan.num_computed[prefill] * self._grain + lengths / 2
+        return self._shape.attention_flops * float((lengths * middle).sum())
+
+    def _step(
+        self, tokens: float, more_flops: float, read_bytes: float, num_places: int, staged: bool = False
+    ) -> StepCost:
+        """One real step of ``tokens`` tokens."""
+        shape = self._shape
+        weights, misses, ghost_hits = self._weights(tokens, num_places)
+        compute = (2 * shape.active_params * tokens + more_flops) / FLOPS_PER_S
+        seconds = max(weights / WEIGHT_BYTES_PER_S, compute) + read_bytes / KV_BYTES_PER_S
+        seconds += LAYER_S * shape.num_layers
+        link = misses * shape.expert_bytes / LINK_BYTES_PER_S
+        # A staged pass streams the next layers' experts while it computes; a decode layer waits for its own.
+        overlap = seconds if staged else seconds * 0.5
+        return StepCost(seconds + max(0.0, link - overlap), misses, ghost_hits)
+
+    def _weights(self, tokens: float, num_places: int) -> tuple[float, float, float]:
+        """Bytes of weights that a real step reads from HBM, experts that it misses, and ghosts among them."""
+        shape = self._shape
+        if not shape.num_moe_layers or tokens <= 0:
+            return shape.dense_bytes, 0.0, 0.0
+        if not shape.paged:
+            chosen = shape.experts_per_token / shape.num_experts
+            distinct = shape.num_experts * (1 - (1 - chosen) ** tokens)
+            return shape.dense_bytes + shape.num_moe_layers * distinct * shape.expert_bytes, 0.0, 0.0
+        active = shape.num_moe_layers * (1 - (1 - self._chosen) ** tokens)
+        resident = min(shape.num_experts, num_places // shape.num_moe_layers)
+        hits, misses = float(active[:resident].sum()), float(active[resident:].sum())
+        ghost_hits = float(active[resident : resident + GHOSTS_PER_LAYER].sum())
+        return shape.dense_bytes + hits * shape.expert_bytes, misses, ghost_hits

@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from pydantic import (
@@ -107,6 +107,10 @@ class AppArgs(BaseModel):
     worker: WorkerConfig = Field(
         default_factory=lambda: WorkerConfig(model=""), description="The options that every worker gets."
     )
+
+    if TYPE_CHECKING:
+        # What a type checker would derive from the fields alone lacks the workers' options.
+        def __init__(self, **options: Any) -> None: ...
 
     @model_validator(mode="wrap")
     @classmethod

@@ -45,10 +45,12 @@ class Lane(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class ResidencyRules:
-    """``policy``: ``lru`` or ``lfru``. ``queue_places``: victims found by a step's scan at most."""
+    """``policy``: ``lru`` or ``lfru``. ``queue_places``: victims found by a step's scan at most. ``freezes``: whether a
+    step that needs more than the places stops evictions; off, the places churn."""
 
     policy: str = "lfru"
     queue_places: int = 1024
+    freezes: bool = True
 
 
 class Residency:
@@ -134,7 +136,8 @@ class Residency:
         """Opens a step: ages use counts, decides on freezing, and refills the queue with the least worthy places."""
         usable = (self.owner != BANNED).sum()
         thawed = self._demand < THAW_SHARE * usable
-        self.frozen = torch.where(self._demand > usable, True, torch.where(thawed, False, self.frozen))
+        if self._rules.freezes:
+            self.frozen = torch.where(self._demand > usable, True, torch.where(thawed, False, self.frozen))
         self._demand.zero_()
         self._step.fill_(step)
         self._uses *= FREQUENCY_DECAY

@@ -13,16 +13,15 @@ from memory.api import PageSpec
 from memory.device.arena import Arena
 from memory.ledger.specs import expert_spec
 from worker.api import ModelInfo, TokenLogprobs
-from worker.attention import BACKENDS
-from worker.attention.base import AttentionBackend, AttentionShape
+from worker.attention.choice import choose_backend
 from worker.config import WorkerConfig
-from worker.errors import ConfigError
-from worker.execution.batch import BatchBuilder
+from worker.execution.batch import BatchBuilder, DeviceBatch
 from worker.execution.loading import load_model
 from worker.execution.sampler import SampledRows, Sampler
 from worker.experts.pager import ExpertPager
+from worker.layers.decoder import HiddenStates
 from worker.models.base import ExpertFactory
-from worker.models.paged import paged_factory
+from worker.models.paged import PagingFactory, paged_factory
 from worker.scheduling.step import StepPlan, StepResult
 
 DEFAULT_PAGE_TOKENS = 64
@@ -46,19 +45,20 @@ class ModelRunner:
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         self._config = config
-        paged = paged_factory(config) if experts is None and config.experts == "paged" else None
-        loaded = load_model(config, paged or experts)
+        if experts is None and config.experts == "paged":
+            experts = paged_factory(config)
+        loaded = load_model(config, experts)
         self._model = loaded.model
         self._device = loaded.device
         self.model_info: ModelInfo = loaded.info
         page_tokens = config.page_tokens or DEFAULT_PAGE_TOKENS
         self.page_specs: tuple[PageSpec, ...] = tuple(g.page_spec(page_tokens) for g in self._model.groups)
         self.pager: ExpertPager | None = None
-        if paged is not None:
-            self.pager = paged.finish(loaded.device)
+        if isinstance(experts, PagingFactory):
+            self.pager = experts.finish(loaded.device)
             self.page_specs += (expert_spec(EXPERT_GROUP, self.pager.host.place_bytes),)
         self._shapes = {g.name: g.attention for g in self._model.groups if g.attention is not None}
-        self._backend = _choose_backend(config, tuple(self._shapes.values()), self._device)
+        self._backend = choose_backend(config, tuple(self._shapes.values()), self._device)
         self._last_tokens = torch.zeros(config.max_running, dtype=torch.int64, device=self._device)
         self._sampler = Sampler(
             config.max_running, self._model.vocab_size, self.model_info.eos_token_ids, self._device
@@ -91,18 +91,11 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Starts a step; its sampled tokens stay on the device for the steps launched after it."""
         started_s = time.perf_counter()
-        if self.pager is not None:
-            # Bans come first: behind them the step's own moves and kernels may write where experts were.
-            self.pager.begin_step(plan.step, plan.commands, plan.num_decode_rows)
-        self.arena.apply(plan.commands)
+        self._apply(plan)
         self._sampler.start(plan.started)
         if plan.num_rows == 0:
             return LaunchedStep(plan, None, started_s)
-        assert self._builder is not None
-        batch = self._builder.build(plan, self._last_tokens)
-        hidden = self._model.decoder.forward(batch.token_ids, batch.context)
-        if self.pager is not None:
-            self.pager.end_step()
+        batch, hidden = self._forward(plan)
         if not plan.samples.any():
             return LaunchedStep(plan, None, started_s)
         logits = self._model.decoder.logits(hidden.final.index_select(0, batch.sample_index))
@@ -110,6 +103,27 @@ class ModelRunner:
         slots = torch.from_numpy(plan.slots[plan.samples]).to(self._device)
         self._last_tokens.index_copy_(0, slots, sampled.token_ids)
         return LaunchedStep(plan, sampled, started_s)
+
+    @torch.inference_mode()
+    def score(self, plan: StepPlan) -> torch.Tensor:
+        """Carries a step out without sampling; answers the logits behind each of its tokens, [tokens, vocabulary]
+        float32. All token ids are given."""
+        self._apply(plan)
+        return self._model.decoder.logits(self._forward(plan)[1].final)
+
+    def _apply(self, plan: StepPlan) -> None:
+        if self.pager is not None:
+            # Bans come first: behind them the step's own moves and kernels may write where experts were.
+            self.pager.begin_step(plan.step, plan.commands, plan.num_decode_rows)
+        self.arena.apply(plan.commands)
+
+    def _forward(self, plan: StepPlan) -> tuple[DeviceBatch, HiddenStates]:
+        assert self._builder is not None
+        batch = self._builder.build(plan, self._last_tokens)
+        hidden = self._model.decoder.forward(batch.token_ids, batch.context)
+        if self.pager is not None:
+            self.pager.end_step()
+        return batch, hidden
 
     def collect(self, launched: LaunchedStep) -> StepResult:
         """Waits for a launched step and answers what it brought."""
@@ -130,14 +144,3 @@ class ModelRunner:
         """Gives the arena back; no step may follow."""
         self._arena = None
         self._builder = None
-
-
-def _choose_backend(
-    config: WorkerConfig, shapes: Sequence[AttentionShape], device: torch.device
-) -> AttentionBackend:
-    name = "torch" if config.attention_backend == "auto" else config.attention_backend
-    backend: AttentionBackend = BACKENDS.load(name)()
-    reasons = [r for shape in shapes if (r := backend.unusable_reason(shape, device)) is not None]
-    if reasons:
-        raise ConfigError([f"attention_backend={name!r}: {reason}" for reason in dict.fromkeys(reasons)])
-    return backend

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -49,6 +50,7 @@ class ExpertPager:
         self._check: ResidencyCheck | None = None
         self._num_stamping = torch.zeros((), dtype=torch.int64)
         self._token = torch.zeros(0, dtype=torch.int64)
+        self._still = False
 
     @property
     def residency(self) -> Residency:
@@ -61,6 +63,10 @@ class ExpertPager:
     def num_places(self) -> int:
         """Places that experts may use now."""
         return self._cap.num_places
+
+    def limit_places(self, num_places: int) -> None:
+        """Caps the places in use; before the first step."""
+        self._cap = PlaceCap(num_places)
 
     def attach(self, grid: torch.Tensor) -> None:
         """Takes the arena's expert grid, [places, place_bytes] uint8."""
@@ -106,10 +112,21 @@ class ExpertPager:
         if len(self._token) < len(x):
             self._token = torch.arange(2 * len(x), device=x.device)
         stamping = self._token[: len(x)] < self._num_stamping
+        if self._still:
+            return run_experts(x, weights, experts, residency.address[row], where, inner, activation)
         tee = residency.decide(row, experts, stamping)
         out = run_experts(x, weights, experts, residency.address[row], where, inner, activation, tee)
         residency.publish(row)
         return out
+
+    @contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """Within it layers are computed from where their experts are, and nothing is decided (verification)."""
+        self._still = True
+        try:
+            yield
+        finally:
+            self._still = False
 
     def end_step(self) -> None:
         """Checks a few places behind the step's last layer, in the order of the stream."""

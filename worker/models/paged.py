@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -17,6 +18,15 @@ from worker.layers.mlp import RoutedExperts
 from worker.models.base import ExpertLayer
 
 log = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class PagingFactory(Protocol):
+    """An expert factory whose experts are paged: asked for the pager when the model is built."""
+
+    def finish(self, device: torch.device) -> ExpertPager:
+        """The pager."""
+        ...
 
 
 class PagedFactory:

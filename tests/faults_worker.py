@@ -171,6 +171,16 @@ FAULTS = [
         tests=(f"{LOOP}::test_steps_count_only_where_something_was_computed[False]",),
     ),
     Fault(
+        "trading: the market's decisions are not carried out",
+        "worker.scheduling.trading",
+        old="        self._ledger.follow(decision)\n",
+        new="",
+        tests=(
+            "tests/worker/scheduling/test_scheduler_trading.py"
+            "::test_experts_that_miss_get_their_places_back_after_a_burst",
+        ),
+    ),
+    Fault(
         "native engine: a dead loop leaves its streams open",
         "worker.engines.native",
         old="        self._streams.finish_all(FinishReason.ERROR, error)\n",

@@ -177,6 +177,19 @@ def test_a_real_runner_gives_the_same_tokens_one_step_ahead() -> None:
     assert all(kind.used_bytes == kind.pending_bytes == 0 for kind in ledger.headroom().kinds.values())
 
 
+def test_paged_experts_trade_with_kept_prefixes_unless_their_bytes_are_fixed() -> None:
+    requests = [greedy(f"r{n}", prompt) for n, prompt in enumerate(prompts(SEEDS["qwen3_5_moe"])[:4])]
+    for options, trades in (
+        ({}, True),
+        ({"expert_bytes": 1 << 16}, False),
+        ({"memory_mode": "split"}, False),
+    ):
+        with closing(NativeEngine(config(experts="paged", **options), audit=True)) as engine:
+            answers(engine, requests)
+            assert engine._experts is not None
+            assert (engine._experts._trader is not None) == trades
+
+
 def test_a_grammar_holds_the_output() -> None:
     with closing(NativeEngine(config(), audit=True)) as engine:
         bound = GenerateRequest(

@@ -277,6 +277,8 @@ class NativeEngine:
 
     def _publish(self) -> None:
         snapshot = self._take_snapshot()
+        if self._experts is not None:
+            self._experts.trade(self._ledger, time.monotonic(), snapshot.num_running)
         with self._changed:
             self._snapshot = snapshot
 

@@ -7,16 +7,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from memory.api import PageSpec
+from memory.api import Ledger, PageSpec
+from memory.ledger.ledger import ArenaLedger
 from worker.api import ModelInfo, WorkerSnapshot
 from worker.config import WorkerConfig
 from worker.errors import ConfigError
+from worker.scheduling.trading import ExpertTotals, ExpertTrader, PagedShape
 
 if TYPE_CHECKING:
     from worker.experts.pager import ExpertPager
     from worker.experts.report import ExpertReport
 
 log = logging.getLogger(__name__)
+
+LINK_BYTES_PER_S = 50e9
+"""What a missing expert is taken to be read with: gathered from mapped host memory over PCIe 5 x16 (48-51 GB/s on an
+H200). A slower link makes experts worth more than the market then thinks."""
 
 
 class EngineExperts:
@@ -58,10 +64,29 @@ class EngineExperts:
         for line in plan_lines(facts):
             log.info("%s", line)
         self._reporter = ExpertReporter(pager)
+        self._report: ExpertReport | None = None
+        self._trader: ExpertTrader | None = None
+        self._trades = config.memory_mode == "arena" and not config.expert_bytes
+        self._shape = PagedShape(
+            len(pager.host.layers), info.num_experts, info.experts_per_token, size, LINK_BYTES_PER_S
+        )
 
     def read(self) -> ExpertReport:
         """The counters now (on a GPU: as the last copy brought them)."""
-        return self._reporter.read()
+        self._report = self._reporter.read()
+        return self._report
+
+    def trade(self, ledger: Ledger, now_s: float, num_running: int) -> None:
+        """Lets spare bytes flow between experts and kept prefixes, by what ``read`` last saw. Nothing flows where one
+        side's bytes are fixed: ``memory_mode=split``, or ``expert_bytes``."""
+        from memory.device.residency import Lane
+
+        if self._report is None or not self._trades or not isinstance(ledger, ArenaLedger):
+            return
+        if self._trader is None:
+            self._trader = ExpertTrader(ledger, self._shape)
+        staged = self._report.total(Lane.PREFILL_IN_PLACE)
+        self._trader.trade(now_s, ExpertTotals(self._report.misses + staged, staged), num_running)
 
 
 def with_experts(snapshot: WorkerSnapshot, report: ExpertReport) -> WorkerSnapshot:

@@ -297,7 +297,8 @@ class Placement:
             view, load = self._views[name], loads[name]
             hit = min(hits.get(name, 0), facts.num_prompt_tokens - 1)
             left = facts.num_prompt_tokens - hit
-            missed = missing.get(name, 0.0)
+            # Where experts have no size they are no reason either.
+            missed = missing.get(name, 0.0) if self._costs[name].expert_bytes else 0.0
             work = Work(left, new_tokens, missed, missed / mean if mean else 1.0, view.num_absent_experts)
             rates = Rates(view.prefill_tokens_per_s, self._crowding.ms_per_active, self._link.share)
             terms = predict(work, load, rates, self._costs[name])
@@ -323,7 +324,7 @@ class Placement:
             if candidate.view.replica_id == home and candidate.total_ms <= near_ms:
                 return candidate
         near_ms = best_ms * (1 + rules.tie_share) + rules.tie_ms
-        ties = [candidate for candidate in candidates if candidate.total_ms <= near_ms]
+        ties = _with_fewest_missing([c for c in candidates if c.total_ms <= near_ms])
         drawn = self._random.sample(ties, min(2, len(ties)))
         return min(drawn, key=lambda candidate: (candidate.num_active, candidate.total_ms))
 
@@ -353,6 +354,13 @@ class Placement:
         held = (full.used_bytes + full.reclaimable_bytes + full.pending_bytes) / token_bytes
         coming = snapshot.waiting_tokens + self._views[replica_id].unseen_tokens
         self.prefixes.resize(replica_id, int((held + coming) / self._block) + 1)
+
+
+def _with_fewest_missing(ties: list[_Candidate]) -> list[_Candidate]:
+    """Among near ties those where about the fewest experts are missing: locality that costs nothing now pays later,
+    also where a missing expert is cheap."""
+    fewest = min(candidate.work.missing_experts for candidate in ties)
+    return [candidate for candidate in ties if candidate.work.missing_experts <= fewest * 1.1]
 
 
 def with_fleet_mean(loads: Mapping[str, ReplicaLoad]) -> dict[str, ReplicaLoad]:

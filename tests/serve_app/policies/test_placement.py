@@ -257,10 +257,11 @@ EXPERTS = PlacementConfig(
 )
 
 
-def _learned(config: PlacementConfig) -> Placement:
-    placement = placement_with(
-        config, a={"experts": residency(HALF_A, 1)}, b={"experts": residency(HALF_B, 1)}, c={}
-    )
+def _learned(config: PlacementConfig, seed: int = 1) -> Placement:
+    placement = Placement(config, seed)
+    placement.report("a", snapshot(1, experts=residency(HALF_A, 1)), 0.0)
+    placement.report("b", snapshot(1, experts=residency(HALF_B, 1)), 0.0)
+    placement.report("c", snapshot(1), 0.0)
     for _ in range(6):
         answer = placement.choose(facts([1, 2, 3], "tenant"), 0.0)
         assert isinstance(answer, Choice)
@@ -276,6 +277,14 @@ def test_a_tenant_goes_where_its_experts_are() -> None:
         assert answer.replica_id == "a"
         assert answer.terms.experts == pytest.approx(0.0)
         placement.done(answer.ticket, 0.0, Outcome(True, used_expert_bits=HALF_A))
+
+
+def test_a_tie_goes_where_the_fewest_experts_are_missing_however_cheap_they_are() -> None:
+    cheap = CostModel(prefill_tokens_per_s=1_000.0, expert_bytes=1.0)
+    config = PlacementConfig(costs=cheap, block_tokens=4)
+    for seed in range(12):
+        placement = _learned(config, seed)
+        assert chosen(placement.choose(facts([7, 8, 9], "new", "tenant"), 0.0, {"c"})) == "a"
 
 
 def test_without_a_report_of_use_the_residency_at_the_end_is_learned_from() -> None:

@@ -2,8 +2,8 @@
 
     python -m benchmarks.scheduler_cost [--json FILE] [--cpu-time]
 
-The runner is a stub that answers with constant tokens; its own time is not counted. Each figure is the median, and
-the slowest tenth, over steps in which every row decodes one token; page grants fall where they fall.
+The runner is a stub that answers with constant tokens; its own time is not counted. Each figure is the median, or
+a tenth from either end, over steps in which every row decodes one token; page grants fall where they fall.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class StepCost:
     """Milliseconds of host work per decode step with ``num_rows`` rows."""
 
     num_rows: int
+    p10_ms: float
     median_ms: float
     p90_ms: float
     schedule_ms: float
@@ -74,6 +75,7 @@ def measure(
     totals = sorted(sum(turn) for turn in turns)
     return StepCost(
         num_rows,
+        round(1e3 * totals[len(totals) // 10], 3),
         round(1e3 * statistics.median(totals), 3),
         round(1e3 * totals[int(0.9 * len(totals))], 3),
         round(1e3 * statistics.median(turn[0] for turn in turns), 3),

@@ -235,15 +235,15 @@ def test_a_step_that_stands_still_is_reported_and_idling_is_not() -> None:
     import threading
 
     stalled, go_on = threading.Event(), threading.Event()
-    settings = WorkerConfig(model="fake", arena_bytes=1 << 20, stall_timeout_s=0.15)
+    settings = WorkerConfig(model="fake", arena_bytes=1 << 20, stall_timeout_s=0.5)
     with closing(NativeEngine(settings, lambda _: _Stalling(stalled, go_on))) as engine:
-        time.sleep(0.3)
+        time.sleep(0.7)
         engine.check_health()  # idle
         stalled.set()
         try:
             engine.submit(greedy("a", (1, 2, 3)))
             engine.check_health()
-            time.sleep(0.3)
+            time.sleep(0.7)
             with pytest.raises(EngineDead, match="has not advanced"):
                 engine.check_health()
             assert engine.snapshot().num_running + engine.snapshot().num_waiting == 1, (

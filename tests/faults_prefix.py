@@ -40,9 +40,9 @@ FAULTS = [
     ),
     Fault(
         "window page of two bundles freed with the first",
-        "memory.ledger.prefix_tree",
-        old="gone += [page for page in ids if _count(self._held[name], page, -1) == 0]",
-        new="gone += [page for page in ids if _count(self._held[name], page, -self._held[name][page]) == 0]",
+        "memory.ledger.prefix_holdings",
+        old="gone += [page for page in ids if _count(self.held[name], page, -1) == 0]",
+        new="gone += [page for page in ids if _count(self.held[name], page, -self.held[name][page]) == 0]",
         tests=TREE,
     ),
     Fault(
@@ -54,9 +54,9 @@ FAULTS = [
     ),
     Fault(
         "locked bundle credited as evictable",
-        "memory.ledger.prefix_tree",
-        old="{name: held[name] - locked[name] for name in self._blocks.bundled}",
-        new="{name: held[name] for name in self._blocks.bundled}",
+        "memory.ledger.prefix_holdings",
+        old="held[name] - len(ids) * self._rules[name].page_bytes for name, ids in self.locked.items()",
+        new="held[name] for name, ids in self.locked.items()",
         tests=MODEL,
     ),
     Fault(
@@ -103,7 +103,7 @@ FAULTS = [
     ),
     Fault(
         "one id taken for two contents",
-        "memory.ledger.prefix_tree",
+        "memory.ledger.prefix_holdings",
         old="            elif exclusive:",
         new="            elif False:",
         tests=TREE,

@@ -7,16 +7,12 @@ from collections.abc import Mapping
 
 from memory.api import LedgerError
 from memory.ledger.prefix_blocks import Blocks
+from memory.ledger.prefix_holdings import Holdings
 from memory.ledger.prefix_nodes import EvictionOrder, Node
 
-Counts = Mapping[str, Mapping[int, int]]
 
-
-def audit_holdings(
-    nodes: Mapping[int, Node], blocks: Blocks, held: Counts, locked: Counts, num_locked: int
-) -> None:
-    """``held``: holders by group and id; ``locked``: locked bundles by group and id; ``num_locked``: locked nodes.
-    Raises LedgerError on any difference."""
+def audit_holdings(nodes: Mapping[int, Node], blocks: Blocks, holdings: Holdings, num_locked: int) -> None:
+    """``num_locked``: locked nodes as counted by the tree. Raises LedgerError on any difference."""
     found: dict[str, Counter[int]] = {name: Counter() for name in blocks.rules}
     found_locked: dict[str, Counter[int]] = {name: Counter() for name in blocks.bundled}
     for node in nodes.values():
@@ -28,8 +24,8 @@ def audit_holdings(
             found[name].update(ids)
             if node.bundle.locks:
                 found_locked[name].update(ids)
-    _expect(found == held, "pages held differ from the nodes' pages")
-    _expect(found_locked == locked, "locked pages differ from the locked bundles' pages")
+    _expect(found == holdings.held, "pages held differ from the nodes' pages")
+    _expect(found_locked == holdings.locked, "locked pages differ from the locked bundles' pages")
     _expect(num_locked == sum(node.locked for node in nodes.values()), "locked nodes miscounted")
     for name in blocks.full:
         _expect(all(count == 1 for count in found[name].values()), f"a {name} page in two nodes")

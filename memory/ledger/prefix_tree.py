@@ -15,9 +15,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from memory.api import LedgerError, PageKind
+from memory.api import LedgerError
 from memory.ledger.prefix_audit import audit_holdings, audit_order, audit_shape
 from memory.ledger.prefix_blocks import Blocks, GroupRule, Offer, first_visible_page
+from memory.ledger.prefix_holdings import Holdings
 from memory.ledger.prefix_nodes import Bundle, EvictionOrder, Node, TreeUse
 from memory.ledger.prices import GreedyDual, RecomputeCost
 
@@ -81,8 +82,7 @@ class PrefixTree:
         self._order = EvictionOrder(self._blocks, cost or RecomputeCost())
         self._nodes: dict[int, Node] = {}
         self._by_digest: dict[bytes, Node] = {}
-        self._held: dict[str, dict[int, int]] = {name: {} for name in self._blocks.rules}
-        self._locked: dict[str, dict[int, int]] = {name: {} for name in self._blocks.bundled}
+        self._holdings = Holdings(self._blocks)
         self._num_locked = 0
         self._next_number = 0
 
@@ -101,11 +101,11 @@ class PrefixTree:
 
     def held_bytes(self) -> Mapping[str, int]:
         """Bytes of the pages that the tree holds, those shared with requests included."""
-        return self._bytes(self._held)
+        return self._holdings.held_bytes()
 
     def holds(self, group: str, page: int) -> bool:
         """Whether the tree holds this virtual page."""
-        return page in self._held[group]
+        return page in self._holdings.held[group]
 
     def match(self, token_ids: Sequence[int], salt: str = "", limit: int | None = None) -> TreeMatch:
         """Longest prefix of ``token_ids[:limit]`` that every kind has. Changes nothing: a use is counted by
@@ -184,8 +184,8 @@ class PrefixTree:
         covered = self._blocks.num_covered(len(known), len(digests), pages)
         if covered == 0 or (self._blocks.bundled and covered < len(digests)):
             return Inserted()
-        kept: dict[str, list[int]] = {name: [] for name in self._held}
-        duplicate: dict[str, list[int]] = {name: [] for name in self._held}
+        kept: dict[str, list[int]] = {name: [] for name in self._blocks.rules}
+        duplicate: dict[str, list[int]] = {name: [] for name in self._blocks.rules}
         for index, node in enumerate(known):
             for name, offered, mine in zip(
                 self._blocks.full, self._blocks.block_pages(index, pages), node.full, strict=True
@@ -210,16 +210,14 @@ class PrefixTree:
             name: num_free * count * self._blocks.rules[name].page_bytes
             for name, count in zip(self._blocks.full, self._blocks.full_pages, strict=True)
         }
-        locked = self._bytes(self._locked)
-        held = self._bytes(self._held)
-        return found | {name: held[name] - locked[name] for name in self._blocks.bundled}
+        return found | self._holdings.evictable_bytes()
 
     def evict(self, need: Mapping[str, int]) -> Evicted:
         """Lets the cheapest unlocked pages go until ``need[group]`` bytes of every group are, or none are left.
 
         A bundle goes as one, and at the end of a branch the blocks that led only to it go with it.
         """
-        gone: dict[str, list[int]] = {name: [] for name in self._held}
+        gone: dict[str, list[int]] = {name: [] for name in self._blocks.rules}
         queues = ((self._order.leaves, self._blocks.full), (self._order.bundles, self._blocks.bundled))
         for queue, names in queues:
             wanted = {name: need.get(name, 0) for name in names}
@@ -231,7 +229,7 @@ class PrefixTree:
     def evict_cheapest(self, num_bytes: int, below: float = float("inf")) -> Evicted:
         """For the market: lets the cheapest of all kinds go, while worth less than ``below`` milliseconds per byte,
         until ``num_bytes`` are free in sum."""
-        gone: dict[str, list[int]] = {name: [] for name in self._held}
+        gone: dict[str, list[int]] = {name: [] for name in self._blocks.rules}
         limit = self._order.clock + below
         while sum(self._blocks.rules[name].page_bytes * len(ids) for name, ids in gone.items()) < num_bytes:
             queue = self._cheapest_queue()
@@ -249,7 +247,7 @@ class PrefixTree:
     def audit(self) -> None:
         """Computes every count anew from the nodes; LedgerError on any difference."""
         audit_shape(self._nodes, self._by_digest)
-        audit_holdings(self._nodes, self._blocks, self._held, self._locked, self._num_locked)
+        audit_holdings(self._nodes, self._blocks, self._holdings, self._num_locked)
         audit_order(self._nodes, self._blocks, self._order)
 
     def _answer(self, node: Node) -> TreeMatch:
@@ -288,11 +286,8 @@ class PrefixTree:
     def _lock_bundle(self, bundle: Bundle, change: int) -> None:
         was_locked = bundle.locks > 0
         bundle.locks += change
-        if (bundle.locks > 0) == was_locked:
-            return
-        for name, ids in bundle.pages.items():
-            for page in ids:
-                _count(self._locked[name], page, change)
+        if (bundle.locks > 0) != was_locked:
+            self._holdings.lock(bundle.pages, change)
 
     def _known(self, digests: Sequence[bytes]) -> list[Node]:
         known = []
@@ -318,7 +313,7 @@ class PrefixTree:
         if parent is not None:
             parent.num_children += 1
         for name, ids in zip(self._blocks.full, full, strict=True):
-            self._hold(name, ids, kept[name])
+            kept[name] += self._holdings.hold(name, ids)
         if not self._blocks.bundled:
             self._order.came_back(node)
         return node
@@ -335,24 +330,13 @@ class PrefixTree:
                 other[name] += set(offered[name]).difference(mine)
             return
         for name, ids in offered.items():
-            self._hold(name, ids, kept[name])
+            kept[name] += self._holdings.hold(name, ids)
         base = node.parent
         while base is not None and base.bundle is None:
             base = base.parent
         node.bundle = Bundle(offered, base.num_tokens if base else 0)
         node.hits = 0
         self._order.came_back(node)
-
-    def _hold(self, name: str, ids: Sequence[int], kept: list[int]) -> None:
-        held = self._held[name]
-        # Only WINDOW pages may be held twice: bundles less than a window apart share some.
-        exclusive = self._blocks.rules[name].kind is not PageKind.WINDOW
-        for page in ids:
-            if page not in held:
-                kept.append(page)
-            elif exclusive:
-                raise LedgerError(f"prefix tree: {name} page {page} is held for other content already")
-            held[page] = held.get(page, 0) + 1
 
     def _cheapest_queue(self) -> GreedyDual:
         leaf, bundle = self._order.leaves.cheapest(), self._order.bundles.cheapest()
@@ -375,7 +359,7 @@ class PrefixTree:
 
     def _drop_bundle(self, node: Node, gone: dict[str, list[int]]) -> None:
         assert node.bundle is not None
-        freed = sum(self._let_go(name, ids, gone[name]) for name, ids in node.bundle.pages.items())
+        freed = sum(self._holdings.let_go(name, ids, gone[name]) for name, ids in node.bundle.pages.items())
         self._order.lost(node, freed)
         node.bundle = None
 
@@ -384,7 +368,7 @@ class PrefixTree:
         step: Node | None = node
         while step is not None:
             freed = sum(
-                self._let_go(name, ids, gone[name])
+                self._holdings.let_go(name, ids, gone[name])
                 for name, ids in zip(self._blocks.full, step.full, strict=True)
             )
             if not self._blocks.bundled:
@@ -399,29 +383,11 @@ class PrefixTree:
                 self._order.update(step)
                 return
 
-    def _let_go(self, name: str, ids: Sequence[int], gone: list[int]) -> int:
-        """Answers the bytes of those pages that nothing in the tree holds any more."""
-        before = len(gone)
-        gone += [page for page in ids if _count(self._held[name], page, -1) == 0]
-        return (len(gone) - before) * self._blocks.rules[name].page_bytes
-
-    def _bytes(self, ids: Mapping[str, Mapping[int, int]]) -> dict[str, int]:
-        return {name: len(held) * self._blocks.rules[name].page_bytes for name, held in ids.items()}
-
     def _get(self, node: int) -> Node:
         found = self._nodes.get(node)
         if found is None:
             raise LedgerError(f"prefix tree: no node {node}")
         return found
-
-
-def _count(counts: dict[int, int], page: int, change: int) -> int:
-    left = counts.get(page, 0) + change
-    if left:
-        counts[page] = left
-    else:
-        del counts[page]
-    return left
 
 
 def _frozen(pages: Mapping[str, list[int]]) -> dict[str, tuple[int, ...]]:

@@ -37,6 +37,17 @@ class DecodePages:
         return reference.list_pages(self.tables, self.first_page, self.kv_len, self.page_tokens, self.window)
 
 
+def row_by_row_problem(device: torch.device, kv_dtype: torch.dtype) -> str | None:
+    """Why this process cannot compute every row alone, whatever stands beside it; None where it can."""
+    if device.type != "cpu" or kv_dtype is not torch.float32:
+        return "results that no batch changes are computed in float32 on a CPU"
+    if not native.serves(torch.empty(0)):
+        return "there are no compiled kernels here (a C compiler on the path would make them)"
+    if torch.get_num_threads() > native.MANY_THREADS:
+        return f"more than num_threads={native.MANY_THREADS} would share a row's work out by the batch's size"
+    return None
+
+
 def paged_decode(
     query: torch.Tensor,
     key_pages: torch.Tensor,

@@ -16,6 +16,7 @@ __all__ = [
     "causal_conv_rows",
     "causal_conv_step",
     "chunk_layout",
+    "delta_gates",
     "delta_rule_chunks",
     "delta_rule_step",
 ]
@@ -46,6 +47,23 @@ def chunk_layout(query_len: Sequence[int], conv_width: int, device: torch.device
         conv_slot=torch.cat(conv_slots).to(device),
         state_slot=torch.stack(state_slots).to(device),
     )
+
+
+def delta_gates(
+    strength: torch.Tensor, decay_bias: torch.Tensor, decay_rate: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log decay ``decay_rate * softplus(a + decay_bias)``, its exp, and write strength ``sigmoid(b)``, float32.
+
+    Args:
+        strength: [tokens, 2 * v_heads], b before a.
+        decay_bias, decay_rate: [v_heads] float32; the rate is negative.
+
+    Returns:
+        log decay, decay, beta: [tokens, v_heads] each.
+    """
+    if native.serves(strength) and strength.stride(1) == 1:
+        return native.delta_gates(strength, decay_bias, decay_rate)
+    return reference.delta_gates(strength, decay_bias, decay_rate)
 
 
 def delta_rule_step(
@@ -97,7 +115,7 @@ def delta_rule_chunks(
     """
     if native.serves_tokens(query) and _side_by_side(query, key, value, log_decay, beta, state_pages):
         return native.delta_rule(
-            query, key, value, log_decay.exp(), beta, state_pages, page, layout.query_len
+            query, key, value, log_decay, beta, state_pages, page, layout.query_len, logarithmic=True
         )
     return reference.delta_rule_chunks(query, key, value, log_decay, beta, state_pages, page, layout)
 

@@ -72,7 +72,8 @@ _SIGNATURES = {
     "route": (_P, _N, _N, _N, _N, c_int, _P, _P),
     "experts": (POINTER(Bank), _P, _N, _N, _P, _P, _P),
     "conv_rows": (_P, _N, _N, _P, _N, _N, _P, _P, _N, _P, _P),
-    "delta_rows": (_P, _N, _P, _N, _P, _N, _P, _N, _P, _N, _N, _P, _N, _N, _N, _N, _P, _N, _P, _P),
+    "delta_gates": (_P, _N, _N, _N, _P, _P, _P, _P, _P),
+    "delta_rows": (_P, _N, _P, _N, _P, _N, _P, c_int, _N, _P, _N, _N, _P, _N, _N, _N, _N, _P, _N, _P, _P),
     "paged_decode": (POINTER(Attention), _P, _P, _P, _P, _P, _P),
 }
 

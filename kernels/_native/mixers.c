@@ -38,9 +38,24 @@ static void delta_head(const float *q, const float *k, const float *v, float dec
         for (i64 j = 0; j < d_v; j++) state[i * d_v + j] = decay * state[i * d_v + j] + k[i] * delta[j];
 }
 
+// From [rows][2 * heads] (write strengths, then decays): log_decay = rate * softplus(x + bias), its exp, and
+// beta = sigmoid(x). libm, element by element: the same bits wherever an element stands.
+void delta_gates(const float *x, i64 row_stride, i64 rows, i64 heads, const float *bias, const float *rate,
+                 float *log_decay, float *decay, float *beta) {
+    for (i64 r = 0; r < rows; r++, x += row_stride)
+        for (i64 h = 0; h < heads; h++, log_decay++, decay++, beta++) {
+            float shifted = x[heads + h] + bias[h];
+            float soft = (shifted > 0 ? shifted : 0) + log1pf(expf(-fabsf(shifted)));
+            *log_decay = rate[h] * soft;
+            *decay = expf(*log_decay);
+            *beta = 1.0f / (1.0f + expf(-x[h]));
+        }
+}
+
 // Rows of lengths[r] tokens (1 each where lengths is null), flat one behind the other; page[r] holds a row's state.
+// Decays are factors, or (logarithmic) their logarithms.
 void delta_rows(const float *query, i64 q_stride, const float *key, i64 k_stride, const float *value, i64 v_stride,
-                const float *decay, i64 decay_stride, const float *beta, i64 beta_stride, i64 rows, const i64 *lengths,
+                const float *decay, int logarithmic, i64 decay_stride, const float *beta, i64 beta_stride, i64 rows, const i64 *lengths,
                 i64 k_heads, i64 v_heads, i64 d_k, i64 d_v, float *pages, i64 page_stride, const i64 *page, float *out) {
     i64 first = 0;
     for (i64 r = 0; r < rows; r++) {
@@ -48,10 +63,12 @@ void delta_rows(const float *query, i64 q_stride, const float *key, i64 k_stride
         for (i64 h = 0; h < v_heads; h++) {
             i64 shared = h / (v_heads / k_heads) * d_k;
             float *state = pages + page[r] * page_stride + h * d_k * d_v;
-            for (i64 t = first; t < last; t++)
+            for (i64 t = first; t < last; t++) {
+                float factor = decay[t * decay_stride + h];
                 delta_head(query + t * q_stride + shared, key + t * k_stride + shared, value + t * v_stride + h * d_v,
-                           decay[t * decay_stride + h], beta[t * beta_stride + h], d_k, d_v, state,
+                           logarithmic ? expf(factor) : factor, beta[t * beta_stride + h], d_k, d_v, state,
                            out + (t * v_heads + h) * d_v);
+            }
         }
         first = last;
     }

@@ -252,6 +252,28 @@ def causal_conv(
     return out
 
 
+def delta_gates(
+    strength: torch.Tensor, decay_bias: torch.Tensor, decay_rate: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See :func:`kernels.recurrent.delta_gates`."""
+    loaded = library()
+    assert loaded is not None
+    rows, heads = strength.shape[0], decay_rate.shape[0]
+    log_decay, decay, beta = torch.empty(3, rows, heads).unbind(0)
+    loaded.delta_gates(
+        strength.data_ptr(),
+        strength.stride(0),
+        rows,
+        heads,
+        decay_bias.data_ptr(),
+        decay_rate.data_ptr(),
+        log_decay.data_ptr(),
+        decay.data_ptr(),
+        beta.data_ptr(),
+    )
+    return log_decay, decay, beta
+
+
 def delta_rule(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -261,9 +283,10 @@ def delta_rule(
     state_pages: torch.Tensor,
     page: torch.Tensor,
     query_len: torch.Tensor | None = None,
+    logarithmic: bool = False,
 ) -> torch.Tensor:
     """The recurrence token by token (a state stays in the nearest cache, which beats the chunked form there); heads
-    lie side by side. Without ``query_len`` [rows] int64 one token per row."""
+    lie side by side. Without ``query_len`` [rows] int64 one token per row; ``logarithmic``: decay is log decay."""
     loaded = library()
     assert loaded is not None
     num_tokens, k_heads, d_k = key.shape
@@ -277,6 +300,7 @@ def delta_rule(
         value.data_ptr(),
         value.stride(0),
         decay.data_ptr(),
+        logarithmic,
         decay.stride(0),
         beta.data_ptr(),
         beta.stride(0),

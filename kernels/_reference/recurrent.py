@@ -39,6 +39,15 @@ class ChunkLayout:
     state_slot: torch.Tensor
 
 
+def delta_gates(
+    strength: torch.Tensor, decay_bias: torch.Tensor, decay_rate: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See the face."""
+    write, decay = strength.float().chunk(2, 1)
+    log_decay = F.softplus(decay + decay_bias).mul_(decay_rate)
+    return log_decay, log_decay.exp(), torch.sigmoid(write)
+
+
 def delta_rule_step(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -13,6 +13,7 @@ from kernels.recurrent import (
     causal_conv_rows,
     causal_conv_step,
     chunk_layout,
+    delta_gates,
     delta_rule_chunks,
     delta_rule_step,
 )
@@ -156,3 +157,16 @@ def test_block_substitution_solves_unit_lower_systems(size: int) -> None:
     # What lies on and above the diagonal is not part of the system.
     solved = solve_unit_lower(lower.clone(), right.clone())
     torch.testing.assert_close(solved.double(), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.usefixtures("twins")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gates_by_their_formulas(dtype: torch.dtype) -> None:
+    strength = (torch.randn(5, 11).to(dtype) * 20)[:, 3:]
+    bias, rate = torch.randn(4), -torch.rand(4) * 16
+    log_decay, decay, beta = delta_gates(strength, bias, rate)
+    wide = strength.double()
+    expected = rate * (1 + (wide[:, 4:] + bias).exp()).log()
+    torch.testing.assert_close(log_decay.double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(decay, log_decay.exp(), rtol=1e-5, atol=1e-30)
+    torch.testing.assert_close(beta.double(), wide[:, :4].sigmoid(), rtol=1e-5, atol=1e-7)

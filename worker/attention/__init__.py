@@ -7,5 +7,6 @@ BACKENDS = Registry(
     "attention_backend",
     {
         "torch": "worker.attention.torch_backend:TorchAttention",
+        "rowwise": "worker.attention.rowwise:RowwiseAttention",
     },
 )

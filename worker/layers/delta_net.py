@@ -5,11 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from kernels.linear import Linear
 from kernels.pointwise import gated_norm, l2_norm
-from kernels.recurrent import causal_conv_rows, causal_conv_step, delta_rule_chunks, delta_rule_step
+from kernels.recurrent import (
+    causal_conv_rows,
+    causal_conv_step,
+    delta_gates,
+    delta_rule_chunks,
+    delta_rule_step,
+)
 from memory.api import LayerRows, Row
 from worker.execution.context import ForwardContext
 from worker.layers.attention import Rotation
@@ -82,28 +87,27 @@ class DeltaNetLayer:
         inner = self._inner(x)
         values = heads * sizes.value_dim
         z = inner[:, channels : channels + values]
-        strength = inner[:, channels + values :].float()
-        beta = torch.sigmoid(strength[:, :heads])
-        log_decay = F.softplus(strength[:, heads:] + self._decay_bias).mul_(self._decay_rate)
-        decode, total = context.num_decode_rows, x.shape[0]
+        gates = delta_gates(inner[:, channels + values :], self._decay_bias, self._decay_rate)
+        log_decay, decay, beta = gates
+        rows, total = context.num_decode_rows, x.shape[0]
         parts = []
-        if decode:
-            parts.append(self._step(inner[:decode, :channels], log_decay[:decode], beta[:decode], context))
-        if decode < total:
-            parts.append(self._chunks(inner[decode:, :channels], log_decay[decode:], beta[decode:], context))
+        if rows:
+            parts.append(self._step(inner[:rows, :channels], decay[:rows], beta[:rows], context))
+        if rows < total:
+            parts.append(self._chunks(inner[rows:, :channels], log_decay[rows:], beta[rows:], context))
         mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
         gated = gated_norm(mixed, z, self._norm, self._eps)
         return self._outer(gated.flatten(1).to(x.dtype))
 
     def _step(
-        self, mixed: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor, context: ForwardContext
+        self, mixed: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
         assert context.state is not None
         page = context.state.decode_page
         mixed = causal_conv_step(mixed, self._conv, context.views[self._layer, "conv"], page)
         query, key, value = self._heads(mixed)
         state_pages = context.views[self._layer, "state"]
-        return delta_rule_step(query, key, value, log_decay.exp(), beta, state_pages, page)
+        return delta_rule_step(query, key, value, decay, beta, state_pages, page)
 
     def _chunks(
         self, mixed: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor, context: ForwardContext

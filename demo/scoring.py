@@ -244,7 +244,7 @@ def mtp_agreement(scored: Scored, texts: Sequence[tuple[list[int], bool]]) -> tu
     with the same tokens behind it. In dialogues only what the assistant writes counts.
     """
     model = scored.model
-    draft = MtpModel.from_pretrained(model).eval()
+    draft = MtpModel.from_pretrained(model).to(model.device).eval()
     header = scored.tokenizer.backend_tokenizer.encode(
         "<|im_start|>assistant\n", add_special_tokens=False
     ).ids

@@ -54,7 +54,7 @@ class AppArgs(BaseModel):
         ge=0,
         description="Most workers; 0: always `replicas`, else they follow retractions and queueing.",
     )
-    min_replicas: int = Field(default=1, ge=0, description="With max_replicas, fewest workers.")
+    min_replicas: int = Field(default=1, ge=1, description="With max_replicas, fewest workers.")
     scaling_rules: dict[str, float] = Field(
         default_factory=dict, description="With max_replicas, rules as JSON; names as in ScalingRules."
     )

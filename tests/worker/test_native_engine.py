@@ -129,6 +129,48 @@ def _fits(specs: tuple[PageSpec, ...], settings: WorkerConfig, arena_bytes: int,
     return make_ledger(settings, specs, arena_bytes).can_ever_grant(num_tokens) is None
 
 
+def _send_back_now_and_then(engine: NativeEngine) -> None:
+    """Retracts the latest row every fifth step."""
+    scheduler, steps = engine._scheduler, iter(range(1, 1 << 30))
+    schedule = scheduler.schedule
+
+    def disturbed(step: int) -> StepPlan:
+        taken = scheduler.rows.taken()
+        if next(steps) % 5 == 0 and len(taken) > 1:
+            scheduler.running.send_back(int(taken[-1]))
+        return schedule(step)
+
+    scheduler.schedule = disturbed  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "gpt_oss"])
+def test_deterministic_answers_are_the_same_bits_however_they_came_about(family: str) -> None:
+    """Alone; batched in small chunks; behind cached prefixes; sent back now and then."""
+    folder, start = tiny_folder(family), prompts(3)[-1]
+    requests = [
+        greedy(f"r{n}", (*start[: 30 * n], *prompt), logprobs=2) for n, prompt in enumerate(prompts(3)[2:])
+    ]
+    found = {}
+    for case, options in {
+        "alone": {"max_running": 1, "prefix_cache": False},
+        "chunks": {"max_step_tokens": 100},
+        "cached": {},
+        "sent back": {"prefix_cache": False},
+    }.items():
+        settings = config(folder, deterministic=True, num_threads=1, **options)
+        with closing(NativeEngine(settings, audit=True)) as engine:
+            if case == "sent back":
+                _send_back_now_and_then(engine)
+            events = answers(engine, requests)
+            if case == "cached":
+                events = answers(engine, requests)
+            seen = engine.snapshot()
+        found[case] = [(event.token_ids, event.logprobs) for event in events]
+        assert (seen.num_retractions > 3) == (case == "sent back")
+        assert (seen.cached_tokens > 500) == (case == "cached")
+    assert all(answer == found["alone"] for answer in found.values())
+
+
 def test_recorded_steps_replay_bit_for_bit_on_a_fresh_runner(tmp_path: Path) -> None:
     from worker.execution.runner import ModelRunner
 

@@ -108,6 +108,13 @@ class Server:
             self._process.kill()
 
 
+def load_of(port: int, pace: Pace, measured_s: float) -> Load:
+    """Streams of at least three seconds, and so long that at most fifty a second begin; opened at twice that rate."""
+    stream_s = max(3.0, pace.num_streams / 50)
+    tokens = int(stream_s * pace.tokens_per_s)
+    return Load(port, pace.num_streams, tokens, max(2.0, stream_s / 2), measured_s=measured_s)
+
+
 def figures_of(measured: Measured, load: Load, pace: Pace) -> dict[str, float]:
     """The figures of one load."""
     first = [1e3 * s for s in measured.first_token_s]
@@ -138,7 +145,7 @@ def run_transport(
         for num_streams in streams:
             pace = pace_of(num_streams, transport, total_tokens_per_s)
             server.deploy(pace)
-            load = Load(server.port, num_streams, max(20, int(3 * pace.tokens_per_s)), measured_s=measured_s)
+            load = load_of(server.port, pace, measured_s)
             measured = asyncio.run(measure(load, server.cpu_seconds))
             for sentence in measured.failures[:3]:
                 print(f"  {sentence}", flush=True)

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.streaming.client import Load, Measured, measure
 from benchmarks.streaming.processes import cpu_seconds
 from benchmarks.streaming.server import SCRIPTED, write_model
-from benchmarks.streaming_path import figures_of, pace_of
+from benchmarks.streaming_path import figures_of, load_of, pace_of
 from serve_app.text.model_folder import FAKE_MODEL
 from worker.engines.fake_script import read_script
 
@@ -77,6 +77,14 @@ def test_a_stream_that_brings_too_little_is_a_failure() -> None:
 @pytest.mark.parametrize(("streams", "per_stream"), [(1, 200.0), (256, 200.0), (1_000, 56.0)])
 def test_the_pace_is_bounded_per_stream_and_in_all(streams: int, per_stream: float) -> None:
     assert pace_of(streams, "haproxy", 56_000.0).tokens_per_s == pytest.approx(per_stream)
+
+
+@pytest.mark.parametrize(
+    ("streams", "tokens", "ramp_s"), [(1, 600, 2.0), (256, 1_024, 2.56), (1_000, 1_120, 10.0)]
+)
+def test_streams_are_long_enough_that_few_begin_at_once(streams: int, tokens: int, ramp_s: float) -> None:
+    load = load_of(80, pace_of(streams, "haproxy", 56_000.0), 5.0)
+    assert (load.tokens_per_stream, load.ramp_s) == (tokens, pytest.approx(ramp_s))
 
 
 def test_the_model_says_letters_at_the_pace(tmp_path: Path) -> None:

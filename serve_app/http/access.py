@@ -124,7 +124,7 @@ def _bearer(scope: Scope) -> str:
 
 def _path(scope: Scope) -> str:
     path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", ""))
+    return path.removeprefix(scope.get("root_path", "").rstrip("/"))
 
 
 async def _refuse(scope: Scope, receive: Receive, send: Send, error: ApiError) -> None:

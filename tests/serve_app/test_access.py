@@ -78,6 +78,19 @@ def test_a_key_is_needed_except_for_probes(tmp_path: Path) -> None:
     served(tmp_path, key_file(tmp_path), use)
 
 
+@pytest.mark.parametrize("root", ["", "/", "/app"])
+def test_probes_need_no_key_under_any_route_prefix(tmp_path: Path, root: str) -> None:
+    async def run() -> list[int]:
+        async with running_cluster(write_model_folder(tmp_path / "m")) as cluster:
+            app = create_app(cluster.backend, AccessRules(KeyRing(key_file(tmp_path))))
+            transport = httpx.ASGITransport(app=app, root_path=root)
+            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+                paths = [root.rstrip("/") + path for path in ("/health", "/v1/models")]
+                return [(await client.get(path)).status_code for path in paths]
+
+    assert asyncio.run(run()) == [200, 401]
+
+
 def test_a_rate_is_held_and_belongs_to_one_key(tmp_path: Path) -> None:
     async def use(cluster: Cluster) -> None:
         codes = [(await ask(cluster)).status_code for _ in range(5)]

@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 
+from serve_app.http.api_keys import new_key
 from tests.helpers.tokenizers import scripted, write_model_folder
 from tests.serve_app.conftest import Deploy, ServedApp
 
@@ -108,13 +109,18 @@ def test_an_engine_that_dies_is_replaced(deploy: Deploy, tmp_path: Path) -> None
     )
 
 
-def test_several_models_answer_by_name(deploy: Deploy, tmp_path: Path) -> None:
+def test_several_models_answer_by_name_to_those_who_have_a_key(deploy: Deploy, tmp_path: Path) -> None:
     for name in ("left", "right/2"):
         write_model_folder(tmp_path / name, script=scripted(f"I am {name}."))
     models = {name: {"model": str(tmp_path / name)} for name in ("left", "right/2")}
     (tmp_path / "models.json").write_text(json.dumps(models))
-    app = deploy("several", models_file=str(tmp_path / "models.json"))
-    client = openai.OpenAI(base_url=app.url + "/v1", api_key="none", max_retries=0)
+    key, entry = new_key("tester")
+    (tmp_path / "keys.json").write_text(json.dumps({"keys": [entry]}))
+    files = {"models_file": str(tmp_path / "models.json"), "api_keys_file": str(tmp_path / "keys.json")}
+    app = deploy("several", **files)
+    client = openai.OpenAI(base_url=app.url + "/v1", api_key=key, max_retries=0)
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=app.url + "/v1", api_key="wrong", max_retries=0).models.list()
     assert [model.id for model in client.models.list()] == ["left", "right/2"]
     for name in models:
         answer = client.chat.completions.create(model=name, messages=MESSAGES)

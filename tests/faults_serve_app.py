@@ -61,7 +61,7 @@ FAULTS = [
     Fault(
         "a broken stream just stops",
         "serve_app.http.streaming",
-        old="            yield encode_event(answer.body())",
+        old='            yield encode_event(answer.body(), "error" if named else None)',
         new="            pass",
         tests=(f"{HTTP}::test_an_engine_that_dies_later_ends_the_stream_with_an_error_event",),
     ),

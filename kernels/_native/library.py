@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import tempfile
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -78,19 +79,30 @@ _SIGNATURES = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Library:
+    """The compiled kernels, called in two ways: ``quick`` keeps Python's lock, which short calls would only lose time
+    handing over and back; ``long`` lets other threads run meanwhile."""
+
+    quick: ctypes.PyDLL
+    long: ctypes.CDLL
+
+
 @cache
-def library() -> ctypes.CDLL | None:
+def library() -> Library | None:
     """The compiled kernels; None where they cannot be had, which is logged once."""
     try:
-        loaded = ctypes.CDLL(str(_compiled()))
+        path = str(_compiled())
+        found = Library(ctypes.PyDLL(path), ctypes.CDLL(path))
     except (OSError, subprocess.SubprocessError) as error:
         log.warning("the CPU runs without compiled kernels, at a third of the speed: %s", error)
         return None
-    for name, signature in _SIGNATURES.items():
-        function = getattr(loaded, name)
-        function.argtypes = signature
-        function.restype = None
-    return loaded
+    for loaded in (found.quick, found.long):
+        for name, signature in _SIGNATURES.items():
+            function = getattr(loaded, name)
+            function.argtypes = signature
+            function.restype = None
+    return found
 
 
 def _compiled() -> Path:

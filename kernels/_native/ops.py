@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from ctypes import byref
 
 import torch
@@ -12,10 +13,20 @@ MANY_TOKENS = 64
 MANY_THREADS = 4
 """The compiled kernels run on one thread: with more threads than this, torch is faster at more tokens than that."""
 
+VISIBLE_TOKENS = 256
+"""So many keys and values are about as much work as the rest of a layer for one token."""
+
 
 def serves(x: torch.Tensor) -> bool:
     """Whether the compiled kernels can take tensors like ``x``."""
     return x.dtype is torch.float32 and x.is_cpu and library() is not None
+
+
+def _kernels(num_tokens: int) -> ctypes.CDLL:
+    """The kernels for a call over so many tokens."""
+    loaded = library()
+    assert loaded is not None
+    return loaded.quick if num_tokens <= MANY_TOKENS else loaded.long
 
 
 def serves_tokens(x: torch.Tensor) -> bool:
@@ -38,8 +49,7 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
 
 def linear(x: torch.Tensor, packed: torch.Tensor, columns: int, bias: torch.Tensor | None) -> torch.Tensor:
     """``x @ weight.T + bias`` for a packed weight; rows of x [rows, K] may lie apart, their elements not."""
-    loaded = library()
-    assert loaded is not None
+    loaded = _kernels(x.shape[0])
     rows, depth = x.shape
     out = torch.empty(rows, columns)
     loaded.linear(
@@ -59,8 +69,7 @@ def _normalise(x: torch.Tensor, weight: torch.Tensor | None, eps: float, mean: b
     dim = x.shape[-1]
     heads = x.shape[-2] if x.dim() == 3 else 1
     out = torch.empty(x.shape)
-    loaded = library()
-    assert loaded is not None
+    loaded = _kernels(x.shape[0])
     loaded.normalise(
         x.data_ptr(),
         x.stride(0),
@@ -99,8 +108,7 @@ def l2_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """See :func:`kernels.pointwise.rotate`; heads lie side by side, cos and sin are contiguous."""
-    loaded = library()
-    assert loaded is not None
+    loaded = _kernels(x.shape[0])
     rows, heads, dim = x.shape
     loaded.rotate(x.data_ptr(), x.stride(0), rows, heads, dim, cos.data_ptr(), sin.data_ptr(), cos.shape[1])
     return x
@@ -108,8 +116,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 def silu_and_mul(gate: torch.Tensor, up: torch.Tensor, share: torch.Tensor | None) -> torch.Tensor:
     """See :func:`kernels.pointwise.silu_and_mul`; gate, up and share have one stride between rows."""
-    loaded = library()
-    assert loaded is not None
+    loaded = _kernels(gate.shape[0])
     out = torch.empty(gate.shape)
     rows, columns = gate.shape
     loaded.silu_and_mul(
@@ -126,24 +133,21 @@ def silu_and_mul(gate: torch.Tensor, up: torch.Tensor, share: torch.Tensor | Non
 
 def mul_sigmoid(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """See :func:`kernels.pointwise.mul_sigmoid`; x is contiguous."""
-    loaded = library()
-    assert loaded is not None
+    loaded = _kernels(x.shape[0])
     loaded.mul_sigmoid(x.data_ptr(), gate.data_ptr(), gate.stride(0), *x.shape)
     return x
 
 
 def gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """See :func:`kernels.pointwise.gated_norm`; x is contiguous."""
-    loaded = library()
-    assert loaded is not None
+    loaded = _kernels(x.shape[0])
     loaded.gated_norm(x.data_ptr(), gate.data_ptr(), gate.stride(0), *x.shape, weight.data_ptr(), eps)
     return x
 
 
 def add_norm(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """See :func:`kernels.pointwise.add_norm`; x and y are contiguous."""
-    loaded = library()
-    assert loaded is not None
+    loaded = _kernels(x.shape[0])
     out = torch.empty(x.shape)
     loaded.add_norm(x.data_ptr(), y.data_ptr(), *x.shape, weight.data_ptr(), eps, out.data_ptr())
     return out
@@ -151,8 +155,7 @@ def add_norm(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, eps: float)
 
 def write_rows(rows: torch.Tensor, pages: torch.Tensor, page: torch.Tensor, offset: torch.Tensor) -> None:
     """``pages[page[t], offset[t]] = rows[t]``; a row's and an entry's elements lie densely."""
-    loaded = library()
-    assert loaded is not None
+    loaded = _kernels(rows.shape[0])
     loaded.write_rows(
         rows.data_ptr(),
         rows.stride(0),
@@ -168,8 +171,7 @@ def write_rows(rows: torch.Tensor, pages: torch.Tensor, page: torch.Tensor, offs
 
 def route(logits: torch.Tensor, k: int, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """See :func:`kernels.moe.route`."""
-    loaded = library()
-    assert loaded is not None
+    loaded = _kernels(logits.shape[0])
     rows, experts = logits.shape
     weights, chosen = torch.empty(rows, k), torch.empty(rows, k, dtype=torch.int64)
     loaded.route(
@@ -210,8 +212,7 @@ def make_bank(
 
 def run_experts(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, bank: Bank) -> torch.Tensor:
     """See :func:`kernels.moe.run_experts`; all tensors contiguous."""
-    loaded = library()
-    assert loaded is not None
+    loaded = _kernels(x.shape[0])
     out = torch.empty(x.shape)
     loaded.experts(
         byref(bank),
@@ -233,8 +234,7 @@ def causal_conv(
     query_len: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See :func:`kernels.recurrent.causal_conv_rows`; without ``query_len`` [rows] int64 one token per row."""
-    loaded = library()
-    assert loaded is not None
+    loaded = _kernels(x.shape[0])
     out = torch.empty(x.shape)
     loaded.conv_rows(
         x.data_ptr(),
@@ -256,8 +256,7 @@ def delta_gates(
     strength: torch.Tensor, decay_bias: torch.Tensor, decay_rate: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See :func:`kernels.recurrent.delta_gates`."""
-    loaded = library()
-    assert loaded is not None
+    loaded = _kernels(strength.shape[0])
     rows, heads = strength.shape[0], decay_rate.shape[0]
     log_decay, decay, beta = torch.empty(3, rows, heads).unbind(0)
     loaded.delta_gates(
@@ -287,8 +286,7 @@ def delta_rule(
 ) -> torch.Tensor:
     """The recurrence token by token (a state stays in the nearest cache, which beats the chunked form there); heads
     lie side by side. Without ``query_len`` [rows] int64 one token per row; ``logarithmic``: decay is log decay."""
-    loaded = library()
-    assert loaded is not None
+    loaded = _kernels(query.shape[0])
     num_tokens, k_heads, d_k = key.shape
     v_heads, d_v = value.shape[1:]
     out = torch.empty(num_tokens, v_heads, d_v)
@@ -332,8 +330,7 @@ def paged_decode(
     out: torch.Tensor,
 ) -> None:
     """See :func:`kernels.attention.paged_decode`; heads and dims of a row lie side by side, ``out`` is contiguous."""
-    loaded = library()
-    assert loaded is not None
+    loaded = _kernels(query.shape[0] * most_visible // VISIBLE_TOKENS)
     rows, heads, dim = query.shape
     kv_heads = key_pages.shape[2]
     shape = Attention(

@@ -20,7 +20,8 @@ from memory.api import LayerRows, Ledger, PageKind, PageSpec, Row
 from worker.api import GenerateRequest, SamplingParams
 from worker.config import WorkerConfig
 from worker.scheduling.ledgers import make_ledger
-from worker.scheduling.scheduler import Limits, Scheduler
+from worker.scheduling.limits import Limits
+from worker.scheduling.scheduler import Scheduler
 from worker.scheduling.step import StepPlan, StepResult
 
 PROMPT_TOKENS = 1024

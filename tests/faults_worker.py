@@ -151,7 +151,7 @@ FAULTS = [
     ),
     Fault(
         "scheduler: prompts are not cut where they part from earlier ones",
-        "worker.scheduling.scheduler",
+        "worker.scheduling.prefixes",
         old="cuts += [last_checkpoint(known, self._align), request.branch_tokens]",
         new="cuts += [last_checkpoint(known, self._align)]",
         tests=(f"{PREFIXES}::test_prompts_that_begin_alike_share_from_the_third_on[hybrid]",),

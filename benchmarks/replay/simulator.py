@@ -17,7 +17,8 @@ from memory.ledger.prices import RecomputeCost
 from worker.api import GenerateRequest, SamplingParams
 from worker.errors import PromptTooLong
 from worker.loop import EngineLoop
-from worker.scheduling.scheduler import Limits, Scheduler
+from worker.scheduling.limits import Limits
+from worker.scheduling.scheduler import Scheduler
 from worker.scheduling.snapshots import take_snapshot
 from worker.scheduling.step import StepPlan, StepResult
 

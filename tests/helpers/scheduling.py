@@ -23,7 +23,8 @@ from worker.loop import EngineLoop
 from worker.scheduling.admission import OutputForecast
 from worker.scheduling.grammars import Grammars
 from worker.scheduling.ledgers import make_ledger
-from worker.scheduling.scheduler import Limits, Scheduler
+from worker.scheduling.limits import Limits
+from worker.scheduling.scheduler import Scheduler
 from worker.scheduling.step import StepPlan
 
 FULL = (full_spec(),)

@@ -24,8 +24,9 @@ from worker.engines.transformers import TransformersEngine
 from worker.errors import ConfigError, EngineDead, PromptTooLong
 from worker.loop import EngineLoop
 from worker.scheduling.ledgers import make_ledger
+from worker.scheduling.limits import Limits
 from worker.scheduling.recording import StepRecorder, read_steps, replay
-from worker.scheduling.scheduler import Limits, Scheduler
+from worker.scheduling.scheduler import Scheduler
 from worker.scheduling.step import StepPlan, StepResult
 
 LENGTHS = (1, 2, 17, 64, 65, 130, 200)

@@ -24,7 +24,8 @@ from worker.loop import EngineLoop
 from worker.scheduling.admission import tokens_that_fit
 from worker.scheduling.grammars import Grammars
 from worker.scheduling.ledgers import make_ledger
-from worker.scheduling.scheduler import Limits, Scheduler
+from worker.scheduling.limits import Limits
+from worker.scheduling.scheduler import Scheduler
 from worker.scheduling.snapshots import take_snapshot
 from worker.scheduling.step import StepPlan, StepResult
 

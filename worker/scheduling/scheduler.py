@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import numpy as np
 
-from memory.api import CHECKPOINT_TOKENS, NO_MATCH, Ledger, PageKind, PageSpec, PrefixMatch, Shortage
+from memory.api import Ledger, PageKind, Shortage
 from worker.api import FinishReason, GenerateRequest, TokenEvent
-from worker.errors import ConfigError, InvalidRequest
+from worker.errors import InvalidRequest
 from worker.scheduling.admission import AdmissionControl, OutputForecast, check_can_finish, has_fixed_shares
 from worker.scheduling.applying import Applier
-from worker.scheduling.branches import BranchFinder
-from worker.scheduling.budget import ChunkRule, StepBudget, choose_decode_rows, last_checkpoint
+from worker.scheduling.budget import ChunkRule, StepBudget, choose_decode_rows
 from worker.scheduling.grammars import Grammars
+from worker.scheduling.limits import Limits
 from worker.scheduling.planning import PlanBuilder
+from worker.scheduling.prefixes import PrefixPolicy
 from worker.scheduling.request import Request, Status
 from worker.scheduling.rows import RowTable
 from worker.scheduling.running import RunningSet
@@ -26,46 +26,6 @@ from worker.scheduling.waiting import WaitingQueue
 
 RECHECK_STEPS = 16
 """A head of the queue that did not fit is looked at again when memory was given back, or after so many steps."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What one step and one request may come to.
-
-    Attributes:
-        max_running: rows in one step.
-        max_step_tokens: tokens in one step.
-        max_model_len: tokens of a request, prompt and output together.
-        end_token_ids: the model's own end tokens.
-        deterministic: chunks end only at multiples of CHECKPOINT_TOKENS, the output of a request that was sent back is
-            computed again token by token, and no output is shared, since a prompt would be computed another way.
-        prefix_cache: whether prefixes are looked up and kept.
-        checkpoint_tokens: how far apart a row is offered to the prefix cache at least, besides the prompt's end, which
-            always is.
-        seed: of requests that name none.
-    """
-
-    max_running: int
-    max_step_tokens: int
-    max_model_len: int
-    end_token_ids: tuple[int, ...] = ()
-    deterministic: bool = False
-    prefix_cache: bool = True
-    checkpoint_tokens: int = 1024
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.deterministic and self.max_step_tokens <= CHECKPOINT_TOKENS:
-            least = CHECKPOINT_TOKENS + 1
-            raise ConfigError(
-                [f"deterministic=true needs max_step_tokens of at least {least}, not {self.max_step_tokens}"]
-            )
-
-
-def _block_tokens(specs: Iterable[PageSpec], bundled: bool) -> int:
-    """Prefixes are kept up to multiples of this: whole pages in every group, and where a checkpoint may lie."""
-    paged = [spec.page_tokens for spec in specs if spec.kind in (PageKind.FULL, PageKind.WINDOW)]
-    return int(np.lcm.reduce([*paged, CHECKPOINT_TOKENS if bundled else 1]))
 
 
 class Scheduler:
@@ -109,13 +69,9 @@ class Scheduler:
         self._num_requests = 0
         self._blocked = (-1, -1, -1)
         self._cursor = -1
-        kinds = {spec.kind for spec in ledger.specs.values()}
-        self._bundled = limits.prefix_cache and bool(kinds & {PageKind.STATE, PageKind.WINDOW})
-        self._whole_asks = PageKind.WINDOW not in kinds
-        self._align = _block_tokens(ledger.specs.values(), self._bundled or limits.deterministic)
-        strict = limits.deterministic
-        self._rule = ChunkRule(CHECKPOINT_TOKENS if strict else self._align if self._bundled else 1, strict)
-        self._branches = BranchFinder(self._align) if self._bundled else None
+        self._whole_asks = all(spec.kind is not PageKind.WINDOW for spec in ledger.specs.values())
+        self._prefixes = PrefixPolicy(self.running, limits)
+        self._rule = ChunkRule(self._prefixes.chunk_align, limits.deterministic)
         self._builder = PlanBuilder(self.running, grammars)
         self._applier = Applier(self.running, self.statistics, grammars, clock, self._ended)
 
@@ -162,8 +118,7 @@ class Scheduler:
         request = Request(number, asked, own, self._clock())
         if asked.grammar is not None and self._grammars is not None:
             self._grammars.open(number, asked.grammar)
-        if self._branches is not None:
-            request.branch_tokens = self._branches.visit(asked.prompt_token_ids, asked.cache_salt)
+        self._prefixes.note(request)
         self._requests[asked.request_id] = request
         self.waiting.append(request)
         self.statistics.num_submitted += 1
@@ -201,8 +156,7 @@ class Scheduler:
     def schedule(self, step: int) -> StepPlan:
         """The plan of step ``step``, its memory commands left empty: they are known when the ledger commits."""
         self.running.begin()
-        if self.limits.prefix_cache:
-            self._offer_checkpoints()
+        self._prefixes.offer()
         slots = self.rows.runnable()
         need = self.rows.num_known[slots] - self.rows.num_computed[slots]
         one = need == 1
@@ -227,33 +181,6 @@ class Scheduler:
     def apply(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
         """Takes a step's tokens in; answers an event for each row that got some or ended."""
         return self._applier.apply(plan, result)
-
-    def _offer_checkpoints(self) -> None:
-        """Offers rows to the prefix cache whose count has come to a place where they can be kept."""
-        rows = self.rows
-        due = (rows.requests >= 0) & ~rows.leaving & (rows.next_checkpoint > 0)
-        due &= rows.num_computed >= rows.next_checkpoint
-        if self._bundled:
-            due &= rows.num_computed % self._align == 0  # a state can be kept only where it is now
-        for slot in np.flatnonzero(due).tolist():
-            position = int(rows.num_computed[slot]) // self._align * self._align
-            self.running.offer_checkpoint(slot, position)
-            rows.next_checkpoint[slot] = self._next_checkpoint(slot)
-
-    def _next_checkpoint(self, slot: int) -> int:
-        """The token count from which on the row is next offered to the prefix cache, 0 for never."""
-        rows, deterministic = self.rows, self.limits.deterministic
-        request, computed = rows.occupant(slot), int(rows.num_computed[slot])
-        prefill = len(request.prefill)
-        end = last_checkpoint(
-            min(prefill, int(rows.num_prompt[slot])) if deterministic else prefill, self._align
-        )
-        spaced = computed + max(self._align, self.limits.checkpoint_tokens)
-        if computed < end:
-            places = (request.branch_tokens, end, spaced)
-            return min(place for place in places if place > computed)
-        # Pages of an output go to the cache when it ends; a state that is not kept on the way is lost.
-        return spaced if self._bundled and not deterministic else 0
 
     def _with_room(self, slots: IntArray) -> IntArray:
         """Those of the decode rows that have room for one more token, asked for in order of arrival."""
@@ -283,15 +210,10 @@ class Scheduler:
         return chosen
 
     def _chunk(self, request: Request, computed: int, known: int, budget: StepBudget) -> int:
-        """Tokens of the next chunk of a prefill; it ends where a state is worth keeping."""
-        cuts = []
+        """Tokens of the next chunk of a prefill."""
         if self.limits.deterministic:
-            # The output is computed again one by one; the prompt's last chunk always begins at the same place.
-            known = min(known, request.num_prompt)
-            cuts.append(last_checkpoint(known))
-        if self._bundled:
-            cuts += [last_checkpoint(known, self._align), request.branch_tokens]
-        cut = min((cut for cut in cuts if cut > computed), default=0)
+            known = min(known, request.num_prompt)  # the output is computed again one by one
+        cut = self._prefixes.next_cut(request, computed, known)
         return self._rule.length(computed, known, budget.tokens, cut)
 
     def _may_admit(self, step: int) -> bool:
@@ -322,7 +244,7 @@ class Scheduler:
 
     def _admit_one(self, request: Request, step: int, budget: StepBudget) -> tuple[int, int] | None:
         known = request.known_token_ids()
-        match = self._match(known, request.asked.cache_salt)
+        match = self._prefixes.match(known, request.asked.cache_salt)
         length = self._chunk(request, match.num_tokens, len(known), budget)
         if self.limits.deterministic and match.num_tokens >= request.num_prompt:
             length = 1
@@ -343,20 +265,9 @@ class Scheduler:
         self.waiting.pop()
         request.prefill = np.asarray(known, dtype=np.int64)
         self.rows.last_token[slot] = request.prefill[-1]
-        if self.limits.prefix_cache:
-            self.rows.next_checkpoint[slot] = self._next_checkpoint(slot)
+        self._prefixes.start(slot)
         self._count_admission(request, match.num_tokens)
         return slot, length
-
-    def _match(self, known: tuple[int, ...], salt: str) -> PrefixMatch:
-        if not self.limits.prefix_cache:
-            return NO_MATCH
-        match = self._ledger.match(known, salt)
-        aligned = match.num_tokens // CHECKPOINT_TOKENS * CHECKPOINT_TOKENS
-        if self.limits.deterministic and aligned < match.num_tokens:
-            # A match leaves at least one token, so this one ends at the aligned place.
-            return self._ledger.match(known[: aligned + 1], salt) if aligned else NO_MATCH
-        return match
 
     def _count_admission(self, request: Request, num_cached: int) -> None:
         now = self._clock()

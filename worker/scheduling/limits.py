@@ -1,0 +1,42 @@
+"""What one step and one request may come to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memory.api import CHECKPOINT_TOKENS
+from worker.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one step and one request may come to.
+
+    Attributes:
+        max_running: rows in one step.
+        max_step_tokens: tokens in one step.
+        max_model_len: tokens of a request, prompt and output together.
+        end_token_ids: the model's own end tokens.
+        deterministic: chunks end only at multiples of CHECKPOINT_TOKENS, the output of a request that was sent back is
+            computed again token by token, and no output is shared, since a prompt would be computed another way.
+        prefix_cache: whether prefixes are looked up and kept.
+        checkpoint_tokens: how far apart a row is offered to the prefix cache at least, besides the prompt's end, which
+            always is.
+        seed: of requests that name none.
+    """
+
+    max_running: int
+    max_step_tokens: int
+    max_model_len: int
+    end_token_ids: tuple[int, ...] = ()
+    deterministic: bool = False
+    prefix_cache: bool = True
+    checkpoint_tokens: int = 1024
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.deterministic and self.max_step_tokens <= CHECKPOINT_TOKENS:
+            least = CHECKPOINT_TOKENS + 1
+            raise ConfigError(
+                [f"deterministic=true needs max_step_tokens of at least {least}, not {self.max_step_tokens}"]
+            )

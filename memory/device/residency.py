@@ -20,16 +20,9 @@ from enum import IntEnum
 import torch
 
 from memory.device.commands import decode_places
+from memory.device.residency_rules import FREQUENCY_DECAY, FROZEN_MARGIN, RECENCY_WEIGHT, THAW_SHARE
 
 FREE, BANNED = -1, -2
-FREQUENCY_DECAY = 0.98
-"""Of an expert's use count, per step."""
-RECENCY_WEIGHT = 0.1
-"""LFRU: what having been used in the last step counts beside the decayed number of uses, falling with age."""
-FROZEN_MARGIN = 2.0
-"""While frozen, a miss takes a place only where its score is so many times its victim's."""
-THAW_SHARE = 0.75
-"""The set is frozen when a step's experts exceed the places, and thawed when they fall below this share of them."""
 
 
 class Lane(IntEnum):

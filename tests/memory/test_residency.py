@@ -126,24 +126,26 @@ def test_prefill_and_padding_rows_leave_no_trace() -> None:
 
 
 def test_a_step_that_needs_more_than_the_places_freezes_the_set_until_it_shrinks() -> None:
-    world = World("lru", places=4)
-    everything = [[[e, e + 1] for e in range(0, EXPERTS, 2)] for _ in range(ROWS)]
-    for _ in range(3):
-        world.step(everything)
+    world = World("lru")
+    whole, nothing = [[e, e + 1] for e in range(0, EXPERTS, 2)], [[-1, -1]] * 4
+    scans = [[whole, whole, nothing], [nothing, whole, whole]]  # 16 experts a step over 10 places
+    for scan in scans:
+        world.step(scan)
     held, evicted = world.residency.owner.clone(), world.count(Lane.EVICTED)
     assert bool(world.residency.frozen)
     for _ in range(3):
-        world.step(everything)
+        for scan in scans:
+            world.step(scan)
     assert torch.equal(world.residency.owner, held), "a scan flushed the frozen set"
     assert world.count(Lane.EVICTED) == evicted
     hits = world.count(Lane.HIT)
-    world.step(everything)
-    assert world.count(Lane.HIT) == hits + 4
+    world.step(scans[0])
+    assert world.count(Lane.HIT) == hits + 10
     # Back below three quarters of the places: thawed at the next step's start.
     for _ in range(2):
-        world.step([[[-1, -1]], [[6, 7]], [[-1, -1]]])
+        world.step([[[-1, -1]], [[-1, -1]], [[6, 7]]])
     assert not bool(world.residency.frozen)
-    assert world.residency.resident[1, 6:].all()
+    assert world.residency.resident[2, 6:].all()
 
 
 def test_lfru_does_not_give_a_favourite_for_a_passer_by() -> None:

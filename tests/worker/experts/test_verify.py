@@ -22,6 +22,8 @@ from worker.quantization.choose import find_format
 from worker.quantization.mxfp4 import Mxfp4
 from worker.verify.__main__ import made_up_prompts, main, read_prompts
 from worker.verify.compare import CASES, Outcome, Verifier
+from worker.verify.probe import Probe, Seen, find_parting
+from worker.verify.reference import dequantized_experts
 
 ARENA_BYTES = 1 << 23
 LAYER, EXPERT = 1, 3
@@ -173,3 +175,18 @@ def test_the_command_says_what_it_found(
     assert "first differs in layer 0" in said
     assert main([str(tmp_path / "absent"), "--device", "cpu"]) == 2
     assert main([str(tiny_folder("qwen3_5")), "--device", "cpu", "--arena-bytes", str(ARENA_BYTES)]) == 2
+
+
+def test_a_nan_is_a_parting() -> None:
+    right, found = Probe(dequantized_experts), Probe(dequantized_experts)
+    x, out = torch.ones(2, 4), torch.ones(2, 4)
+    spoilt = out.clone()
+    spoilt[1] = torch.nan
+    chosen = torch.zeros(2, 0, dtype=torch.int64)
+    for probe, result in ((right, out), (found, spoilt)):
+        probe.seen.append(Seen(5, x, torch.ones(2, 0), chosen, result))
+    parting = find_parting(right, found, 1e-3)
+    assert parting is not None
+    assert (parting.layer, parting.token) == (5, 1)
+    found.seen[0] = right.seen[0]
+    assert find_parting(right, found, 1e-3) is None

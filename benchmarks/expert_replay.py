@@ -1,0 +1,137 @@
+"""Scores residency policies against Belady with bypass, on recorded routing and on a generator of known LRU hits.
+
+    python -m benchmarks.expert_replay [--json FILE] [--routing FOLDER] [--seed N] [--steps N]
+
+One pool of places for all layers, as on the device; K is places per layer. Hits are of distinct experts per step and
+layer. The first tenth of the steps warms the pool and is not counted. No device and no bytes are involved: what is
+scored is the decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.report import NOT_APPLICABLE, Conditions, Report, Value, publish, report_parser
+from benchmarks.routing_traces import (
+    PUBLISHED,
+    RoutingModel,
+    Steps,
+    generate,
+    layer_lru_hits,
+    recorded,
+)
+from worker.experts.policies import Frozen, Lfru, Lru, Policy, Pool, belady_hits
+
+GENERATED = (("1 stream", (0,)), ("4 streams, 1 domain", (0,) * 4), ("4 streams, 4 domains", (0, 1, 2, 3)))
+RECORDED_SHARES = (0.1875, 0.3125, 0.71875)
+WARM_SHARE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Steps to replay and what they are."""
+
+    name: str
+    steps: Steps
+    num_layers: int
+    num_experts: int
+    places_per_layer: tuple[int, ...]
+
+
+def generated_traces(seed: int, num_steps: int) -> Iterator[Trace]:
+    """The generator's traces."""
+    model = RoutingModel()
+    for name, domains in GENERATED:
+        steps = generate(model, domains, num_steps, seed)
+        yield Trace(name, steps, model.num_layers, model.num_experts, (8, 24, 49, 81))
+
+
+def recorded_traces(folder: Path, num_steps: int) -> Iterator[Trace]:
+    """The recorded routing's chats and documents, as one stream and as four."""
+    from demo.expert_routing import load
+
+    what = load(folder)
+    layers, experts = what.chosen.shape[0], what.num_experts
+    places = tuple(round(share * experts) for share in RECORDED_SHARES)
+    for chats, kind in ((True, "chats"), (False, "documents")):
+        for streams in (1, 4):
+            steps = recorded(what.chosen, what.texts(chats), experts, streams)[:num_steps]
+            plural = "stream" if streams == 1 else "streams"
+            yield Trace(f"recorded {kind}, {streams} {plural}", steps, layers, experts, places)
+
+
+def policies(pool: Pool, num_steps: int) -> dict[str, Policy]:
+    """Those that are compared. The frozen set learns while the pool warms."""
+    return {
+        "lru": Lru(pool),
+        "lfru": Lfru(pool),
+        "frozen": Frozen(pool, max(1, int(WARM_SHARE * num_steps))),
+    }
+
+
+def rows_of(trace: Trace) -> Iterator[dict[str, Value]]:
+    """A row per number of places."""
+    warm = int(WARM_SHARE * len(trace.steps))
+    uses = sum(len(keys) for layers in trace.steps[warm:] for keys in layers)
+    for places in trace.places_per_layer:
+        pool = Pool(places * trace.num_layers, trace.num_layers, trace.num_experts)
+        best = sum(belady_hits(trace.steps, pool.num_places)[warm:]) / uses
+        row: dict[str, Value] = {
+            "routing": trace.name,
+            "k": places,
+            "experts_per_step": round(uses / (len(trace.steps) - warm), 1),
+            "belady": round(best, 4),
+        }
+        found = {}
+        for name, policy in policies(pool, len(trace.steps)).items():
+            hits = [policy.step(layers) for layers in trace.steps]
+            found[name] = sum(hits[warm:]) / uses
+            row[name] = round(found[name], 4)
+        row["lfru_of_belady"] = round(found["lfru"] / best, 4)
+        yield row
+
+
+def calibration_note(seed: int, num_steps: int) -> str:
+    """The curve that the generator gives with this seed beside the published one."""
+    steps = generate(RoutingModel(), (0,), num_steps, seed)
+    pairs = (f"K={k}: {layer_lru_hits(steps, k):.1%} ({wanted:.0%})" for k, wanted in PUBLISHED.items())
+    return f"Generator, seed {seed}: per-layer LRU hits of one stream (published): {', '.join(pairs)}."
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = report_parser(__doc__)
+    parser.add_argument(
+        "--routing", type=Path, help="a folder with routing.npz, as the demonstration model's"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=1200, help="most steps of a trace")
+    options = parser.parse_args(arguments)
+    traces = list(generated_traces(options.seed, options.steps))
+    notes = [calibration_note(options.seed, options.steps), f"Generator settings: {RoutingModel()}."]
+    prompts = "generated routing"
+    if options.routing is not None:
+        traces += recorded_traces(options.routing, options.steps)
+        prompts = "generated routing; the demonstration model's own routing on its evaluation texts"
+    rows = tuple(row for trace in traces for row in rows_of(trace))
+    ratios = [float(row["lfru_of_belady"] or 0) for row in rows if "recorded" in str(row["routing"])]
+    if ratios:
+        notes.append(f"LFRU on recorded routing: {np.min(ratios):.1%} of Belady's hits at worst.")
+    conditions = Conditions(
+        model="generator: 6 layers x 128 experts, 8 per token; recorded: 8 x 32, 4 per token",
+        weights="trained (recorded routing)" if options.routing is not None else NOT_APPLICABLE,
+        prompts=prompts,
+        cache=f"experts warm: the first {WARM_SHARE:.0%} of the steps are not counted",
+        batch="1 and 4 streams",
+        context=f"at most {options.steps} steps a trace",
+        resident="K places per layer, one pool for all layers",
+    )
+    publish(Report("expert_replay", conditions, rows, tuple(notes)), options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Faults of weight formats, the host store, residency and the verifier that the suite must notice."""
+
+from __future__ import annotations
+
+from tests.faults import Fault
+
+FORMATS = "tests/worker/quantization/test_formats.py"
+RESIDENCY = "tests/memory/test_residency.py"
+EXACT = "tests/worker/experts/test_paged_exactness.py"
+ENGINE = "tests/worker/experts/test_paged_engine.py"
+VERIFY = "tests/worker/experts/test_verify.py"
+
+FAULTS = [
+    Fault(
+        "stale place: an evicted expert is still read from its old place",
+        "memory.device.residency",
+        old="        self._flat_address.scatter_(0, lost, self._host_of(lost))\n",
+        new="",
+        tests=(f"{RESIDENCY}::test_the_invariants_hold_over_random_steps_with_bans[0-lru]",),
+    ),
+    Fault(
+        "stale place: a banned place keeps its readers",
+        "memory.device.residency",
+        old="        self._flat_address.scatter_(0, dropped, self._host_of(dropped))\n",
+        new="",
+        tests=(f"{RESIDENCY}::test_banned_places_lose_their_owners_and_allowed_ones_are_free",),
+    ),
+    Fault(
+        "torn copy: half of a block is stored",
+        "kernels._reference.experts",
+        old="bytes_at(targets[expert], where.num_bytes).copy_(block)",
+        new="bytes_at(targets[expert], where.num_bytes // 2).copy_(block[: where.num_bytes // 2])",
+        tests=(f"{EXACT}::test_gpt_oss_with_biases_and_clamped_activation",),
+    ),
+    Fault(
+        "torn copy: the running check looks at half a block",
+        "memory.device.residency_check",
+        old="found = hash_blocks(self._grid[places, :num_bytes])",
+        new="found = self._hashes[row, expert]",
+        tests=(f"{RESIDENCY}::test_a_changed_byte_in_a_place_is_found_and_named",),
+    ),
+    Fault(
+        "swapped scale: gate and up read each other's FP8 grid",
+        "worker.experts.block_format",
+        old='up_scales=part_offset(layout, "up_scales")',
+        new='up_scales=part_offset(layout, "gate_scales")',
+        tests=(f"{FORMATS}::test_a_block_means_what_the_checkpoint_means[fp8_block-96]",),
+    ),
+    Fault(
+        "swapped scale: an expert's down scales are its gate's",
+        "worker.quantization.int4",
+        old='block_part(block, layout, f"{part}_scales").copy_(torch.cat(scales))',
+        new='block_part(block, layout, f"{part}_scales").copy_(torch.cat(scales).flip(0))',
+        tests=(f"{FORMATS}::test_a_block_means_what_the_checkpoint_means[compressed-96]",),
+    ),
+    Fault(
+        "unpaged zero point: the kernel reads none",
+        "worker.experts.block_format",
+        old='gate_up_zeros=part_offset(layout, "gate_up_zeros")',
+        new="gate_up_zeros=-1",
+        tests=(f"{VERIFY}::test_sound_models_pass[qwen3_moe-int4]",),
+    ),
+    Fault(
+        "unpaged zero point: a format forgets to declare it",
+        "worker.quantization.int4_tensors",
+        old='                found["weight_zero_point"] = ((-(-rows // 8), groups), "int32")\n',
+        new="                pass\n",
+        tests=(f"{FORMATS}::test_a_block_means_what_the_checkpoint_means[compressed_zeros-96]",),
+    ),
+    Fault(
+        "victim published late: tokens are still sent to its place when other bytes arrive there",
+        "memory.device.residency",
+        old="        self._count(row, experts, stamping, wanted, hit, taken, evicted)\n",
+        new="        self._flat_address.scatter_(0, lost, self._base + victim * self._place_bytes)\n",
+        tests=(f"{RESIDENCY}::test_the_invariants_hold_over_random_steps_with_bans[1-lru]",),
+    ),
+    Fault(
+        "new owner published early: before its first byte is stored",
+        "memory.device.residency",
+        old="        return torch.where(taken, self._base + victim",
+        new="        self.publish(row)\n        return torch.where(taken, self._base + victim",
+        tests=(f"{RESIDENCY}::test_the_invariants_hold_over_random_steps_with_bans[0-lru]",),
+    ),
+    Fault(
+        "place overwritten while stamped",
+        "memory.device.residency",
+        old="(stamp < self._step) & ",
+        new="",
+        tests=(f"{RESIDENCY}::test_the_invariants_hold_over_random_steps_with_bans[0-lru]",),
+    ),
+    Fault(
+        "residency: a place of the executing layer is a victim",
+        "memory.device.residency",
+        old=" & ~ours & ",
+        new=" & ",
+        tests=(f"{RESIDENCY}::test_the_invariants_hold_over_random_steps_with_bans[0-lru]",),
+    ),
+    Fault(
+        "residency: prefill rows page",
+        "worker.experts.pager",
+        old="stamping = self._token[: len(x)] < self._num_stamping",
+        new="stamping = self._token[: len(x)] >= 0",
+        tests=(f"{ENGINE}::test_prefill_leaves_the_decode_set_alone",),
+    ),
+    Fault(
+        "residency: a scan flushes the set",
+        "memory.device.residency",
+        old="return (owner == FREE) | ~self.frozen",
+        new="return owner != BANNED",
+        tests=(f"{RESIDENCY}::test_a_step_that_needs_more_than_the_places_freezes_the_set_until_it_shrinks",),
+    ),
+    Fault(
+        "act-order: the rows of gate and up stay in the model's order",
+        "worker.quantization.int4",
+        old='rows = rows_of if rows_of is not None and name != "down_proj" else slice(None)',
+        new="rows = slice(None)",
+        tests=(f"{FORMATS}::test_a_block_means_what_the_checkpoint_means[gptq_act_order-64]",),
+    ),
+    Fault(
+        "GPTQ: version 1 zero points are read as version 2",
+        "worker.quantization.int4",
+        old='offset = 0 if config.get("checkpoint_format") == "gptq_v2" else 1',
+        new="offset = 0",
+        tests=(f"{FORMATS}::test_a_block_means_what_the_checkpoint_means[gptq_v1-32]",),
+    ),
+    Fault(
+        "AWQ: outputs of a word are taken in plain order",
+        "worker.quantization.int4_tensors",
+        old="AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)",
+        new="AWQ_ORDER = (0, 1, 2, 3, 4, 5, 6, 7)",
+        tests=(f"{FORMATS}::test_a_block_means_what_the_checkpoint_means[awq-32]",),
+    ),
+    Fault(
+        "host store: a filling that broke off counts as complete",
+        "memory.device.host_region",
+        old="        self.is_filled = found[: len(_COMPLETE)] == _COMPLETE\n",
+        new="        self.is_filled = bool(os.fstat(self._file).st_mtime)\n",
+        tests=("tests/memory/test_host_experts.py::test_a_filling_that_was_broken_off_is_begun_anew",),
+    ),
+    Fault(
+        "verifier: a NaN counts as agreement",
+        "worker.verify.probe",
+        old="        error = torch.nan_to_num(error, nan=torch.inf)\n",
+        new="        error = torch.nan_to_num(error, nan=0.0)\n",
+        tests=(f"{VERIFY}::test_a_nan_is_a_parting",),
+    ),
+]

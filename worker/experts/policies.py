@@ -1,0 +1,175 @@
+"""The rules of expert residency as small pure classes over one pool of places, to be scored on recorded routing.
+
+A step is, layer by layer, the distinct experts that its decode rows chose, as keys layer * experts + expert. What the
+device does (``memory.device.residency``) is what :class:`Lru` and :class:`Lfru` do here, place by place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from memory.device.residency_rules import FREQUENCY_DECAY, FROZEN_MARGIN, RECENCY_WEIGHT, THAW_SHARE
+
+Keys = npt.NDArray[np.int64]
+Step = Sequence[Keys]
+
+
+class Policy(Protocol):
+    """Decides step by step what stays."""
+
+    def step(self, layers: Step) -> int:
+        """Takes one step's distinct keys by layer; answers how many were resident."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """``num_places`` for the experts of all layers, ``num_experts`` in each of ``num_layers``."""
+
+    num_places: int
+    num_layers: int
+    num_experts: int
+
+
+class _Queued:
+    """One scan a step sorts the places by worth; each layer's misses take from the front what may go."""
+
+    def __init__(self, pool: Pool, freezes: bool = True) -> None:
+        self._pool = pool
+        self._freezes = freezes
+        keys = pool.num_layers * pool.num_experts
+        self._place = np.full(keys, -1, dtype=np.int64)
+        self._owner = np.full(pool.num_places, -1, dtype=np.int64)
+        self._stamp = np.full(pool.num_places, -1, dtype=np.int64)
+        self._uses = np.zeros(keys, dtype=np.float32)
+        self._seen = np.full(keys, -1, dtype=np.int64)
+        self._now = 0
+        self._demand = 0
+        self.frozen = False
+        self.evictions = 0
+
+    def step(self, layers: Step) -> int:
+        """See :class:`Policy`."""
+        self._now += 1
+        if self._freezes:
+            thawed = self._demand < THAW_SHARE * self._pool.num_places
+            self.frozen = self._demand > self._pool.num_places or (self.frozen and not thawed)
+        self._demand = 0
+        self._uses *= np.float32(FREQUENCY_DECAY)
+        worth = np.where(self._owner < 0, -1.0, self._worth(self._owner.clip(0)))
+        queue = np.argsort(worth, kind="stable")
+        return sum(self._layer(keys, queue) for keys in layers if len(keys))
+
+    def _layer(self, keys: Keys, queue: Keys) -> int:
+        keys = np.sort(keys)
+        place = self._place[keys]
+        self._stamp[place[place >= 0]] = self._now
+        self._uses[keys] += 1
+        self._seen[keys] = self._now
+        self._demand += len(keys)
+        ours = self._owner[queue] // self._pool.num_experts == keys[0] // self._pool.num_experts
+        ready = queue[(self._stamp[queue] < self._now) & (~ours | (self._owner[queue] < 0))]
+        for key, victim in zip(keys[place < 0].tolist(), ready.tolist(), strict=False):
+            owner = int(self._owner[victim])
+            if owner >= 0 and not self._takes(key, owner):
+                continue
+            if owner >= 0:
+                self._place[owner] = -1
+                self.evictions += 1
+            self._place[key], self._owner[victim], self._stamp[victim] = victim, key, self._now
+        return int((place >= 0).sum())
+
+    def _worth(self, keys: Keys) -> npt.NDArray[np.float32]:
+        raise NotImplementedError
+
+    def _takes(self, key: int, owner: int) -> bool:
+        raise NotImplementedError
+
+    @property
+    def resident(self) -> Keys:
+        """The keys that have places."""
+        return np.flatnonzero(self._place >= 0)
+
+
+class Lru(_Queued):
+    """The least recently used goes first; while frozen nothing goes."""
+
+    def _worth(self, keys: Keys) -> npt.NDArray[np.float32]:
+        return self._seen[keys].astype(np.float32) + 1
+
+    def _takes(self, key: int, owner: int) -> bool:
+        return not self.frozen
+
+
+class Lfru(_Queued):
+    """The least used lately goes first, recent use counts a little; a miss that is worth less is read in place."""
+
+    def _worth(self, keys: Keys) -> npt.NDArray[np.float32]:
+        age = (self._now - self._seen[keys]).clip(0).astype(np.float32) + 1
+        return self._uses[keys] + np.float32(RECENCY_WEIGHT) / age
+
+    def _takes(self, key: int, owner: int) -> bool:
+        mine, theirs = self._worth(np.array([key, owner]))
+        return bool(mine > (FROZEN_MARGIN if self.frozen else 1.0) * theirs)
+
+
+class Frozen:
+    """Counts for ``learning_steps`` (as LFRU), then keeps the most used for good and reads all others in place."""
+
+    def __init__(self, pool: Pool, learning_steps: int = 200) -> None:
+        self._learner = Lfru(pool)
+        self._left = learning_steps
+        self._counts = np.zeros(pool.num_layers * pool.num_experts, dtype=np.int64)
+        self._kept = np.zeros(len(self._counts), dtype=bool)
+        self._pool = pool
+
+    def step(self, layers: Step) -> int:
+        """See :class:`Policy`."""
+        if self._left <= 0:
+            return sum(int(self._kept[keys].sum()) for keys in layers)
+        self._left -= 1
+        for keys in layers:
+            self._counts[keys] += 1
+        if self._left == 0:
+            self._kept[np.argsort(-self._counts, kind="stable")[: self._pool.num_places]] = True
+        return self._learner.step(layers)
+
+
+def belady_hits(steps: Sequence[Step], num_places: int) -> list[int]:
+    """Hits per step of the best that could be done with the future known: what is needed latest goes, and a miss that
+    is needed later than everything resident is not taken in (Belady 1966, with bypass)."""
+    uses: dict[int, list[int]] = {}
+    flat = [np.concatenate(list(layers)).tolist() for layers in steps]
+    for number, keys in enumerate(flat):
+        for key in keys:
+            uses.setdefault(key, []).append(number)
+    for times in uses.values():
+        times.reverse()
+    never = len(steps)
+    resident: dict[int, int] = {}
+    heap: list[tuple[int, int]] = []
+    found = []
+    for keys in flat:
+        hits = 0
+        for key in keys:
+            times = uses[key]
+            times.pop()
+            again = times[-1] if times else never
+            if key in resident:
+                hits += 1
+            elif len(resident) >= num_places:
+                while resident.get(heap[0][1]) != -heap[0][0]:
+                    heappop(heap)
+                if -heap[0][0] <= again:
+                    continue
+                del resident[heappop(heap)[1]]
+            resident[key] = again
+            heappush(heap, (-again, key))
+        found.append(hits)
+    return found

@@ -6,6 +6,7 @@
 
 #define PANEL 32
 #define STACK 8  // rows that share one pass over a panel
+#define BLOCK 64
 
 static inline __attribute__((always_inline)) void panel(int rows, const float *x, i64 stride, i64 depth, const float *w,
                                                         const float *bias, float *out, i64 columns, i64 width) {
@@ -33,8 +34,8 @@ static inline __attribute__((always_inline)) void panel(int rows, const float *x
         }
 }
 
-// out[rows][columns] = x[rows][depth] * weight^T + bias
-void linear(const float *x, i64 stride, i64 rows, i64 depth, const float *packed, i64 columns, const float *bias, float *out) {
+static void linear_block(const float *x, i64 stride, i64 rows, i64 depth, const float *packed, i64 columns, const float *bias,
+                         float *out) {
     for (i64 column = 0; column < columns; column += PANEL, packed += depth * PANEL) {
         i64 width = columns - column < PANEL ? columns - column : PANEL;
         const float *b = bias ? bias + column : 0;
@@ -53,6 +54,13 @@ void linear(const float *x, i64 stride, i64 rows, i64 depth, const float *packed
             }
         }
     }
+}
+
+// out[rows][columns] = x[rows][depth] * weight^T + bias; BLOCK rows stay in the cache while all panels pass.
+void linear(const float *x, i64 stride, i64 rows, i64 depth, const float *packed, i64 columns, const float *bias, float *out) {
+    for (i64 r = 0; r < rows; r += BLOCK)
+        linear_block(x + r * stride, stride, rows - r < BLOCK ? rows - r : BLOCK, depth, packed, columns, bias,
+                     out + r * columns);
 }
 
 // ---- norms and rotary embedding

@@ -75,7 +75,11 @@ class Conditions:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One table. ``rows`` are figures by column name, all rows with the same columns; ``notes`` are sentences."""
+    """One table. ``rows`` are figures by column name, all rows with the same columns; ``notes`` are sentences.
+
+    Several rows are told apart by their first column, which then names their figures: ``<first>.<column>``. A row
+    called ``all`` sums the others up; its figures have the plain names.
+    """
 
     name: str
     conditions: Conditions
@@ -102,13 +106,28 @@ class Report:
         conditions = [f"  {name}: {value}" for name, value in asdict(self.conditions).items()]
         return "\n".join([self.name, *conditions, *lines, *self.notes])
 
+    def figures(self) -> dict[str, float]:
+        """Every number of the table by name. ValueError where two rows would share names."""
+        found: dict[str, float] = {}
+        label = next(iter(self.rows[0]))
+        for row in self.rows:
+            plain = len(self.rows) == 1 or row[label] == "all"
+            prefix = "" if plain else f"{row[label]}."
+            for name, value in row.items():
+                if isinstance(value, str) or value is None or (name == label and len(self.rows) > 1):
+                    continue
+                if prefix + name in found:
+                    raise ValueError(f"report {self.name!r}: two rows are called {row[label]!r}")
+                found[prefix + name] = value
+        return found
+
     def as_json(self) -> str:
         """The same for programs, with the time of writing."""
         value = {
             "benchmark": self.name,
             "written": datetime.now(UTC).isoformat(timespec="seconds"),
             "conditions": asdict(self.conditions),
-            "figures": [dict(row) for row in self.rows],
+            "figures": self.figures(),
             "notes": list(self.notes),
         }
         return json.dumps(value, indent=2) + "\n"

@@ -40,7 +40,7 @@ def test_a_report_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureF
         "A note.",
     ]
     written = json.loads((tmp_path / "new" / "r.json").read_text())
-    assert written["figures"] == [dict(row) for row in rows]
+    assert written["figures"] == {"1.tokens_per_s": 12.3456, "1.share": 0.5, "4.tokens_per_s": 40123.4}
     assert written["conditions"]["hardware"] == hardware()
     assert written["written"].endswith("+00:00")
 
@@ -60,3 +60,12 @@ def test_rows_must_have_the_same_columns() -> None:
 def test_the_hardware_names_its_cores() -> None:
     assert hardware().endswith("cores")
     assert len(hardware()) > len("2 cores")
+
+
+def test_figures_have_names_of_their_own() -> None:
+    single = Report("one", CONDITIONS, ({"batch": 1, "share": 0.5},))
+    assert single.figures() == {"batch": 1, "share": 0.5}
+    summed = Report("sum", CONDITIONS, ({"how": "alone", "share": 0.5}, {"how": "all", "share": 0.25}))
+    assert summed.figures() == {"alone.share": 0.5, "share": 0.25}
+    with pytest.raises(ValueError, match="two rows"):
+        Report("twice", CONDITIONS, ({"a": 1, "b": 2}, {"a": 1, "b": 3})).figures()

@@ -17,6 +17,8 @@ from worker.api import ExpertResidency, WorkerSnapshot
 
 TRUSTED_AGE_S = 1.0
 DEAD_AGE_S = 5.0
+CLOCK_DRIFT = 2e-4
+"""Two machines' clocks drift apart by less than this share of the time."""
 MAX_TRANSIT_S = 2.0
 """Of a snapshot's delay on the way, at most this much is believed: a clock that jumped must not kill a replica."""
 CONFIRM_TIMEOUT_S = 5.0
@@ -199,11 +201,13 @@ class ReplicaView:
         self.resident_is_whole = False
 
     def _note_transit(self, taken_s: float, now_s: float, last: WorkerSnapshot | None) -> None:
-        # Clocks of two machines differ by an unknown offset; the fastest delivery seen so far stands for it.
+        # Clocks of two machines differ by an unknown offset; the fastest delivery seen so far stands for it. It is
+        # believed a little less with time, or a drift would look like a growing delay.
         offset = now_s - taken_s
         if self._clock_offset_s is None or last is None:
             self._clock_offset_s = offset
-        self._clock_offset_s = min(self._clock_offset_s, offset)
+        faded = self._clock_offset_s + CLOCK_DRIFT * max(0.0, now_s - self._received_s)
+        self._clock_offset_s = min(faded, offset)
         self._transit_s = min(offset - self._clock_offset_s, MAX_TRANSIT_S)
 
     def _confirm(self, snapshot: WorkerSnapshot, last: WorkerSnapshot | None, now_s: float) -> None:

@@ -6,6 +6,7 @@ HeadroomError
 |-- ConfigError          start-up: names the option to change; collects all problems
 |-- ModelLoadError       start-up: the folder or its tensors are not what the model needs
 |-- Overloaded           try another replica, or later
+|-- GrammarFailed        what enforces a request's grammar gave up; that request alone ends
 `-- EngineDead           the step loop raised or stands still; the replica must be replaced
 """
 
@@ -41,6 +42,10 @@ class PromptTooLong(InvalidRequest):
 
     def __reduce__(self) -> tuple[type[PromptTooLong], tuple[int, int, str]]:
         return type(self), (self.num_tokens, self.max_tokens, self.what)
+
+
+class GrammarFailed(HeadroomError):
+    """A grammar was accepted but grew beyond what can be followed (a pattern with too many states, for instance)."""
 
 
 class ConfigError(HeadroomError):

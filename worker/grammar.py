@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from worker.api import Grammar
-from worker.errors import ConfigError, InvalidRequest
+from worker.errors import ConfigError, GrammarFailed, InvalidRequest
 
 FIELD = "response_format"
 MAX_GRAMMAR_LENGTH = 256 * 1024
@@ -56,7 +56,9 @@ class GrammarMatchers:
         self._compiled = lru_cache(CACHED_GRAMMARS)(self._compile)
 
     @classmethod
-    def for_folder(cls, folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> GrammarMatchers | None:
+    def for_folder(
+        cls, folder: Path, vocab_size: int, eos_token_ids: Sequence[int]
+    ) -> GrammarMatchers | None:
         """Matchers for a checkpoint; None where it has no tokenizer or no end token, or llguidance is missing."""
         file = folder / "tokenizer.json"
         if not file.is_file() or not eos_token_ids:
@@ -85,11 +87,15 @@ class GrammarMatchers:
         if live.matcher.is_stopped():
             return self._ends_only.copy()
         words = np.frombuffer(live.matcher.compute_bitmask(), dtype=np.int32)[: self._num_words].copy()
+        if live.matcher.is_error():  # said when the token comes
+            return self._ends_only.copy()
         words[-1] &= self._tail
+        live.mask = words
         return words
 
     def advance(self, request: int, token_ids: Sequence[int]) -> None:
-        """The output went on by these tokens. A token that the grammar forbids is a broken invariant: RuntimeError."""
+        """The output went on by these tokens. GrammarFailed where the library cannot follow; a token that the grammar
+        forbids is a broken invariant: RuntimeError."""
         live = self._live[request]
         tokens = list(token_ids)
         if live.waits_for is not None:
@@ -99,8 +105,11 @@ class GrammarMatchers:
             live.waits_for = None
         for token in tokens:
             # A complete output can only end, and the library takes no token behind its end, not even that one.
+            _expect_sound(live.matcher)
             over = live.matcher.is_stopped()
             if (over and token not in self._ends) or (not over and not live.matcher.consume_token(token)):
+                if live.allows(token):
+                    _expect_sound(live.matcher)
                 raise RuntimeError(f"token {token} was generated outside the grammar")
 
     def close(self, request: int) -> None:
@@ -133,12 +142,23 @@ class GrammarMatchers:
 
 
 class _Live:
-    __slots__ = ("matcher", "waits_for")
+    __slots__ = ("mask", "matcher", "waits_for")
 
     def __init__(self, matcher: Any, waits_for: int | None) -> None:
         self.matcher = matcher
         self.waits_for = waits_for
         """The token behind which the grammar begins, until it came."""
+        self.mask: npt.NDArray[np.int32] | None = None
+        """What was last said to be allowed."""
+
+    def allows(self, token: int) -> bool:
+        return self.mask is not None and bool(self.mask[token // 32] >> np.int32(token % 32) & 1)
+
+
+def _expect_sound(matcher: Any) -> None:
+    if matcher.is_error():
+        reason = matcher.get_error().strip().splitlines()[0]
+        raise GrammarFailed(f"The grammar cannot be followed: {reason}")
 
 
 def _tail_mask(vocab_size: int) -> np.int32:

@@ -13,7 +13,7 @@ import pytest
 from tests.helpers.schemas import random_schema
 from tests.helpers.tokenizers import byte_tokenizer, write_model_folder
 from worker.api import Grammar
-from worker.errors import InvalidRequest
+from worker.errors import GrammarFailed, InvalidRequest
 from worker.grammar import GrammarMatchers
 
 END = 258
@@ -113,6 +113,15 @@ def test_a_token_outside_the_grammar_is_an_error(matchers: GrammarMatchers) -> N
     with pytest.raises(RuntimeError, match="outside the grammar"):
         matchers.advance(8, [ord("b")])
     matchers.close(8)
+
+
+def test_a_pattern_with_too_many_states_fails_and_is_no_broken_invariant(matchers: GrammarMatchers) -> None:
+    matchers.open(9, Grammar("regex", "(a?){500}a{500}"))
+    assert allowed(matchers, 9) == {ord("a")}
+    with pytest.raises(GrammarFailed, match="too many"):
+        matchers.advance(9, list(b"a" * 50))
+    assert allowed(matchers, 9) == {END}
+    matchers.close(9)
 
 
 @pytest.mark.parametrize(

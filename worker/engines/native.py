@@ -145,13 +145,22 @@ class NativeEngine:
             num_waiting = len(self._scheduler.waiting) + len(self._submitted)
             if num_waiting >= self._config.max_waiting:
                 raise Overloaded(f"{num_waiting} requests are waiting already (max_waiting).")
-            if request.request_id in self._streams:
+            if self._in_use(request.request_id):
                 raise InvalidRequest("request_id", f"Request id {request.request_id!r} is in use.")
             self._streams.open(request.request_id)
             if not self._scheduler.has_work and not self._submitted:
                 self._advanced_s = time.monotonic()
             self._submitted.append(request)
             self._changed.notify()
+
+    def _in_use(self, request_id: str) -> bool:
+        """Also while its reader has left and the loop has not ended it: an abort on its way would meet the new one."""
+        return (
+            request_id in self._streams
+            or self._scheduler.is_live(request_id)
+            or request_id in self._aborted
+            or any(request.request_id == request_id for request in self._submitted)
+        )
 
     def stream(self, request_id: str) -> EventReader:
         """The request's events; see :meth:`worker.api.Engine.stream`."""

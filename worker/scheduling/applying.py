@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from worker.api import FinishReason, TokenEvent
+from worker.errors import GrammarFailed
 from worker.scheduling.grammars import Grammars
 from worker.scheduling.request import Request
 from worker.scheduling.rows import IN_FLIGHT, RowTable
@@ -80,9 +81,12 @@ class Applier:
         latest = tokens[np.arange(len(at)), taken.count - 1]
         rows.last_token[slots] = np.where(rows.samples_in_flight[slots] > 0, IN_FLIGHT, latest)
         self._statistics.generated_tokens += int(taken.count.sum())
-        if self._grammars is not None:
-            self._advance_grammars(slots, tokens, taken.count)
-        return self._events(slots, at, tokens, taken, result, now)
+        failed = self._advance_grammars(slots, tokens, taken.count)
+        events = self._events(slots, at, tokens, taken, result, now)
+        for row, error in failed.items():
+            if events[row].finish_reason is None:
+                events[row] = self._finish(int(slots[row]), FinishReason.ERROR, events[row], now, error)
+        return events
 
     def _append(self, slots: IntArray, tokens: IntArray, num_new: IntArray, before: IntArray) -> Taken:
         """Appends each row's tokens up to its first stop; ``before``: how many it had generated."""
@@ -99,10 +103,18 @@ class Applier:
             stopped[on], full[on] = stops.by_token, stops.by_length
         return Taken(count, before + count, stopped, full)
 
-    def _advance_grammars(self, slots: IntArray, tokens: IntArray, taken: IntArray) -> None:
-        assert self._grammars is not None
+    def _advance_grammars(self, slots: IntArray, tokens: IntArray, taken: IntArray) -> dict[int, str]:
+        """Tells grammars what came; by row, why one of them cannot go on."""
+        failed: dict[int, str] = {}
+        if self._grammars is None:
+            return failed
         for row in np.flatnonzero(self._rows.has_grammar[slots]).tolist():
-            self._grammars.advance(int(self._rows.requests[slots[row]]), tokens[row, : taken[row]].tolist())
+            number = int(self._rows.requests[slots[row]])
+            try:
+                self._grammars.advance(number, tokens[row, : taken[row]].tolist())
+            except GrammarFailed as error:
+                failed[row] = str(error)
+        return failed
 
     def _events(
         self, slots: IntArray, at: IntArray, tokens: IntArray, taken: Taken, result: StepResult, now: float
@@ -127,20 +139,23 @@ class Applier:
                     count = int(taken.count[row])
                     events[row] = replace(events[row], logprobs=result.logprobs[source][:count])
         for row in np.flatnonzero(taken.stopped | taken.full).tolist():
-            events[row] = self._finish(int(slots[row]), bool(taken.stopped[row]), events[row], now)
+            reason = FinishReason.STOP if taken.stopped[row] else FinishReason.LENGTH
+            events[row] = self._finish(int(slots[row]), reason, events[row], now)
         return events
 
-    def _finish(self, slot: int, stopped: bool, last: TokenEvent, now: float) -> TokenEvent:
+    def _finish(
+        self, slot: int, reason: FinishReason, last: TokenEvent, now: float, error: str = ""
+    ) -> TokenEvent:
         """Ends a request with the event that carries its last tokens."""
         self._aborted.discard(slot)
         request = self._running.release(slot)
         self._statistics.retractions.finished(now)
-        reason = FinishReason.STOP if stopped else FinishReason.LENGTH
         self._ended(request, reason, last.num_generated)
         return replace(
             last,
             finish_reason=reason,
-            stop_token_id=last.token_ids[-1] if stopped else None,
+            stop_token_id=last.token_ids[-1] if reason is FinishReason.STOP else None,
+            error=error,
             timeline=request.timeline(last.num_generated, now),
         )
 

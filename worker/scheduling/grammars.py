@@ -28,7 +28,7 @@ class Grammars(Protocol):
         ...
 
     def advance(self, request: int, token_ids: Sequence[int]) -> None:
-        """The request's output went on by these tokens."""
+        """The request's output went on by these tokens. Raises GrammarFailed where it can be followed no longer."""
         ...
 
     def close(self, request: int) -> None:

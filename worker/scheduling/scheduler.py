@@ -91,6 +91,10 @@ class Scheduler:
         """Their ids, in order of arrival."""
         return list(self._requests)
 
+    def is_live(self, request_id: str) -> bool:
+        """Whether a request of this id waits or runs; may be called from any thread."""
+        return request_id in self._requests
+
     def forget_all(self) -> None:
         """The loop died: nobody waits or runs any more, and the ledger is not to be used again."""
         self._requests.clear()
@@ -104,6 +108,13 @@ class Scheduler:
                     "response_format", "This engine cannot enforce a grammar; use plain text output."
                 )
             self._grammars.check(asked.grammar)
+            if asked.sampling.min_tokens:
+                # A complete output can only end: forbidding that as well would leave no token at all.
+                raise InvalidRequest(
+                    "min_tokens",
+                    "min_tokens cannot be kept beside response_format or a tool call that is required: the grammar"
+                    " says where the output ends. Leave it out.",
+                )
         check_can_finish(asked, self._ledger, self.limits.max_model_len, self._arena_bytes)
 
     def submit(self, asked: GenerateRequest) -> None:

@@ -1,0 +1,109 @@
+"""What one request may do to the native engine: end itself, and nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import closing
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from tests.helpers.fake_runner import FakeRunner, full_spec, state_spec, window_spec
+from worker.api import Engine, FinishReason, GenerateRequest, Grammar, SamplingParams, TokenEvent
+from worker.config import WorkerConfig
+from worker.engines.native import NativeEngine
+from worker.errors import GrammarFailed, InvalidRequest
+
+LONG = SamplingParams(max_tokens=400, ignore_eos=True)
+
+
+class _Gives:
+    """A "grammar" that allows everything and cannot be followed beyond ``most`` tokens."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.num_live = 0
+
+    def check(self, grammar: Grammar) -> None:
+        """Anything goes."""
+
+    def open(self, request: int, grammar: Grammar) -> None:
+        self.num_live += 1
+
+    def mask(self, request: int) -> npt.NDArray[np.int32] | None:
+        return None
+
+    def advance(self, request: int, token_ids: Sequence[int]) -> None:
+        self._most -= len(token_ids)
+        if self._most < 0:
+            raise GrammarFailed("too many states")
+
+    def close(self, request: int) -> None:
+        self.num_live -= 1
+
+
+def engine(grammars: _Gives | None = None) -> NativeEngine:
+    settings = WorkerConfig(model="fake", arena_bytes=1 << 20)
+    specs = (full_spec(), window_spec(40), state_spec())
+    return NativeEngine(settings, lambda _: FakeRunner(specs), grammars=grammars, audit=True)
+
+
+async def last_event(served: Engine, request_id: str) -> TokenEvent:
+    async for event in served.stream(request_id):
+        last = event
+    return last
+
+
+def test_a_grammar_that_gives_up_ends_its_own_request_with_the_reason() -> None:
+    grammars = _Gives(5)
+
+    async def drive() -> None:
+        served.submit(GenerateRequest("free", (1, 2, 3), SamplingParams(max_tokens=40, ignore_eos=True)))
+        served.submit(GenerateRequest("bound", (1, 2, 3), LONG, grammar=Grammar("regex", "a")))
+        free, bound = await asyncio.gather(last_event(served, "free"), last_event(served, "bound"))
+        assert (bound.finish_reason, bound.error) == (FinishReason.ERROR, "too many states")
+        assert bound.num_generated == 6
+        assert (free.finish_reason, free.num_generated) == (FinishReason.LENGTH, 40)
+        served.check_health()
+        assert grammars.num_live == 0
+        assert served.snapshot().num_running == 0
+
+    with closing(engine(grammars)) as served:
+        asyncio.run(drive())
+
+
+def test_a_least_length_beside_a_grammar_is_refused() -> None:
+    # Where the grammar allows only the end and the least length forbids it, no token would be left to draw.
+    with closing(engine(_Gives(5))) as served:
+        asked = GenerateRequest(
+            "a", (1, 2), SamplingParams(max_tokens=9, min_tokens=3), grammar=Grammar("regex", "a")
+        )
+        with pytest.raises(InvalidRequest, match="min_tokens") as refused:
+            served.submit(asked)
+        assert refused.value.field == "min_tokens"
+
+
+def test_the_id_of_a_request_whose_reader_left_is_free_only_when_it_has_ended() -> None:
+    async def drive() -> None:
+        served.submit(GenerateRequest("one", (1, 2, 3), LONG))
+        reader = served.stream("one")
+        await anext(reader)
+        await reader.aclose()
+        with pytest.raises(InvalidRequest, match="in use"):
+            # On one thread with the departure: the loop may or may not have seen the abort, so ask until it has.
+            while True:
+                served.submit(GenerateRequest("one", (1, 2, 3), LONG))
+                again = served.stream("one")
+                await anext(again)
+                await again.aclose()
+        async with asyncio.timeout(5):
+            while served.snapshot().num_running:  # noqa: ASYNC110 (another thread ends requests)
+                await asyncio.sleep(0.005)
+        served.submit(GenerateRequest("one", (1, 2, 3), SamplingParams(max_tokens=4, ignore_eos=True)))
+        assert (await last_event(served, "one")).num_generated == 4
+        served.check_health()
+
+    with closing(engine()) as served:
+        asyncio.run(drive())

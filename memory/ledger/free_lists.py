@@ -2,7 +2,8 @@
 
 Virtual and physical page ids are equal. A page's bytes lie where the arena's grids put them: every group has a grid
 over the whole buffer (FULL's ends at the arena's end, the others start at byte 0), and this ledger hands out only the
-ids whose bytes lie inside the group's own range, so that ranges never overlap.
+ids whose bytes lie inside the group's own range, so that ranges never overlap. Workers run on the arena ledger; what
+stands above it is tested on this one too, so that nothing there leans on how the arena does it.
 """
 
 from __future__ import annotations

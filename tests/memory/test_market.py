@@ -31,8 +31,9 @@ def test_price_is_milliseconds_per_byte_and_second() -> None:
     market = Market(1e9)
     market.step(0.0, experts(), prefixes())
     market.step(2.0, experts(misses=51_440), prefixes(saved=2000.0))
-    # 51,440 misses in 2 s over 5,144 missing experts: 5 reads a second each, 0.1 ms a read, 5 MB a place.
-    assert market.prices.expert == pytest.approx(5 * 0.1 / PLACE)
+    # 51,440 misses in 2 s over 5,144 missing experts: 5 reads a second each, 0.1 ms a read, 5 MB a place. The coldest
+    # that has a place is taken to be read half as often again.
+    assert market.prices.expert == pytest.approx(1.5 * 5 * 0.1 / PLACE)
     assert market.prices.prefix == pytest.approx(0.25 * 1000.0 / (10 * GIB))
 
 
@@ -48,7 +49,7 @@ def test_idle_prefixes_give_way_to_missing_experts_at_the_agreed_pace() -> None:
 def test_nothing_moves_while_prices_are_close_and_flow_stops_where_they_meet() -> None:
     market = Market(1e9, hysteresis=1.5, half_life_s=1e-9)
     even = 0.25 * 1000 / (10 * GIB)  # the prefix side's price at 1,000 ms saved a second
-    misses_for = 5144 * PLACE / 0.1 * even
+    misses_for = 5144 * PLACE / 0.1 * even / 1.5
 
     def step(second: int, ratio: float) -> Tilt:
         market_misses[0] += ratio * misses_for
@@ -127,11 +128,11 @@ def test_two_useful_sides_settle_instead_of_swinging() -> None:
 
 @pytest.mark.parametrize(
     ("num_running", "gigabytes", "staged_share", "hold"),
-    # The link is busy 40 % of the time with reads of 5,144 missing experts. Pages of 8 GB keep 1,600 experts out: they
-    # cost 1,600 x 0.78 reads a second x 0.1 ms = 0.124 s a second; 42 GB cost 0.65. With 64 running, another one wants
-    # few experts of its own (e = 0.067), with 2 nearly all (e = 0.94).
-    [(64, 8, 0.0, False), (64, 42, 0.0, False), (64, 70, 0.0, True), (2, 8, 0.0, False), (2, 42, 0.0, True),
-     (64, 40, 1.0, True), (64, 30, 1.0, False)],
+    # The link is busy 40 % of the time with reads of 5,144 missing experts. Pages of 6 GB keep 1,200 experts out: they
+    # cost 1.5 x 1,200 x 0.78 reads a second x 0.1 ms = 0.14 s a second; 28 GB cost 0.65. With 64 running, another one
+    # wants few experts of its own (e = 0.067), with 2 nearly all (e = 0.94).
+    [(64, 6, 0.0, False), (64, 28, 0.0, False), (64, 47, 0.0, True), (2, 6, 0.0, False), (2, 28, 0.0, True),
+     (64, 27, 1.0, True), (64, 20, 1.0, False)],
 )  # fmt: skip
 def test_one_more_request_starts_as_long_as_it_brings_more_than_it_costs(
     num_running: int, gigabytes: int, staged_share: float, hold: bool

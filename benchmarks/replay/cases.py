@@ -65,20 +65,20 @@ class Case:
 
 def published_cases() -> list[Case]:
     """The four fixed loads. Where a publication does not give lengths or the number of requests, they are chosen
-    here: 2,048 in and 4,096 out for GPT-OSS; two or three requests per client."""
+    here: 2,048 in and 4,096 out for GPT-OSS; 1.5 to 6 requests per client."""
     return [
         Case(
             QWEN35_4B, "16k_4k", partial(fixed_clients, "16k_4k", 16384, (4096, 4096), 64, 128, 16),
             26_000_000_000, STATE_RATIO, 16, 64, target=Target("mean_running", 22),
         ),
         Case(
-            QWEN35_4B, "512_16k", partial(fixed_clients, "512_16k", 512, (16384, 16384), 51, 102, 32),
+            QWEN35_4B, "512_16k", partial(fixed_clients, "512_16k", 512, (16384, 16384), 51, 76, 32),
             26_000_000_000, STATE_RATIO, 32, 64, target=Target("retractions", 294),
         ),
         Case(
             GPT_OSS_20B, "max_concurrency",
             partial(fixed_clients, "max_concurrency", 2048, (4096, 4096), 1000, 2500, 32),
-            115_000_000_000, WINDOW_RATIO, 32, 1024, 4096, False, Target("peak_running", 618), "peak_running",
+            115_000_000_000, WINDOW_RATIO, 32, 1024, 2048, False, Target("peak_running", 618), "peak_running",
         ),
         Case(
             QWEN35_4B, "1k_256", partial(fixed_clients, "1k_256", 1024, (256, 256), 64, 384, 8),
@@ -88,7 +88,7 @@ def published_cases() -> list[Case]:
 
 
 TRACE_BYTES = {
-    "gpt_oss_20b": 8_000_000_000,
+    "gpt_oss_20b": 5_000_000_000,
     "qwen35_4b": 12_000_000_000,
     "qwen35_35b_a3b": 12_000_000_000,
     "qwen3_30b_a3b": 20_000_000_000,
@@ -97,7 +97,7 @@ TRACE_BYTES = {
 """Bytes left for pages, chosen so that memory is short on the traces. Of qwen3_30b_a3b's 29 GB of FP8 experts as many
 share them as fit."""
 TRACE_JOBS = {
-    "azure_2023_conv": (200, 8.0),
+    "azure_2023_conv": (200, 16.0),
     "azure_2023_code": (200, 16.0),
     "mooncake_conversation": (100, 3.0),
     "mooncake_synthetic": (80, 6.0),
@@ -120,6 +120,8 @@ def trace_cases(folder: Path, models: tuple[str, ...] = tuple(SHAPES)) -> list[C
                     0.5,
                     8,
                     256,
+                    # A simulated chunk holds as many window pages as `grain` real ones at once: keep it small.
+                    512 if shape.window else 2048,
                 )
             )
     return cases

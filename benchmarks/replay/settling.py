@@ -12,11 +12,10 @@ GRAIN = 8
 SETTLE_S = 30.0
 
 
-def places_after_burst(grain: int = GRAIN) -> dict[str, float]:
+def places_after_burst(num_quiet: int = 400, num_burst: int = 24, grain: int = GRAIN) -> dict[str, float]:
     """Expert places 30 simulated seconds after a burst was worked off (no more requests run than before it), against
     the mean before it."""
-    num_quiet, num_burst, gap_s = 400, 24, 1.0
-    load = with_burst(num_burst, num_quiet, gap_s, grain)
+    load = with_burst(num_burst, num_quiet, 1.0, grain)
     setting = Setting(QWEN3_30B_A3B, 30_000_000_000, grain=grain, max_running=256)
     replay = Replay(setting, load)
     trail = replay.run().trail

@@ -9,9 +9,8 @@ import numpy as np
 
 from benchmarks.replay.loads import Job, Load
 from benchmarks.replay.shapes import ModelShape
-from benchmarks.replay.step_time import GHOSTS_PER_LAYER, LINK_BYTES_PER_S, StepTime
+from benchmarks.replay.step_time import LINK_BYTES_PER_S, StepTime
 from memory.ledger.ledger import ArenaLedger
-from memory.ledger.market import ExpertReading, Market, RunningReading
 from memory.ledger.prefix_tree import GroupRule, PrefixTree
 from memory.ledger.prices import RecomputeCost
 from worker.api import GenerateRequest, SamplingParams
@@ -21,6 +20,7 @@ from worker.scheduling.limits import Limits
 from worker.scheduling.scheduler import Scheduler
 from worker.scheduling.snapshots import take_snapshot
 from worker.scheduling.step import StepPlan, StepResult
+from worker.scheduling.trading import ExpertTotals, ExpertTrader, PagedShape
 
 STOP_TOKEN = 1
 FILL_TOKEN = 2
@@ -105,9 +105,12 @@ class SimulatedDevice:
         self._generated: dict[int, int] = {}
         self.misses = 0.0
         self.staged = 0.0
-        self.ghost_hits = 0.0
         self.moves = 0
         self.moved_bytes = 0
+
+    def expert_totals(self) -> ExpertTotals:
+        """The counters that the market reads."""
+        return ExpertTotals(int(self.misses), int(self.staged))
 
     def launch(self, plan: StepPlan) -> tuple[StepPlan, float, float]:
         """Answers the plan, its price and when it ends."""
@@ -117,7 +120,6 @@ class SimulatedDevice:
             seconds = cost.seconds
             self.misses += cost.misses
             self.staged += cost.staged
-            self.ghost_hits += cost.ghost_hits
         specs = self._ledger.specs
         moved = sum(specs[move.group].page_bytes for move in plan.commands.moves)
         copied = sum(specs[copy.group].page_bytes for copy in plan.commands.copies)
@@ -179,6 +181,16 @@ def make_ledger(setting: Setting) -> ArenaLedger:
     return ledger
 
 
+def _paged_shape(shape: ModelShape) -> PagedShape:
+    return PagedShape(
+        shape.num_moe_layers,
+        shape.num_experts,
+        shape.experts_per_token,
+        shape.expert_bytes,
+        LINK_BYTES_PER_S,
+    )
+
+
 class Replay:
     """One load through one setting."""
 
@@ -204,8 +216,8 @@ class Replay:
             self._clock,
         )
         self._loop = EngineLoop(self._scheduler, self._ledger, self._device, overlap=True)
-        # Prefixes give way within seconds: a twentieth of the arena a second.
-        self._market = Market(setting.arena_bytes / 20) if setting.shape.paged else None
+        trades = setting.shape.paged and setting.mode == "arena"  # in a split nothing can flow
+        self._trader = ExpertTrader(self._ledger, _paged_shape(setting.shape)) if trades else None
         self._jobs = deque(load.jobs)
         self.submitted: dict[str, float] = {}
         """when each request came, by id: ids number the jobs that were not refused"""
@@ -289,28 +301,8 @@ class Replay:
                 for name, kind in headroom.kinds.items()
             }
         )
-        if self._market is not None:
-            self._trade()
-
-    def _trade(self) -> None:
-        assert self._market is not None
-        shape = self._setting.shape
-        experts = ExpertReading(
-            misses=int(self._device.misses),
-            staged=int(self._device.staged),
-            ghost_hits=int(self._device.ghost_hits),
-            num_ghosts=GHOSTS_PER_LAYER * shape.num_moe_layers,
-            num_places=self._ledger.num_usable_places,
-            num_experts=shape.num_moe_layers * shape.num_experts,
-            place_bytes=shape.expert_bytes,
-            miss_ms=1e3 * shape.expert_bytes / LINK_BYTES_PER_S,
-            per_layer=shape.num_experts,
-            per_token=shape.experts_per_token,
-        )
-        held = sum(map(sum, self._trail.kinds[-1].values()))
-        running = RunningReading(self._scheduler.rows.num_running, held)
-        decision = self._market.step(self._clock.now_s, experts, self._ledger.prefix_reading(), running)
-        self._ledger.follow(decision)
+        if self._trader is not None:
+            self._trader.trade(self._clock.now_s, self._device.expert_totals(), trail.running[-1])
 
     def _state(self) -> str:
         scheduler = self._scheduler

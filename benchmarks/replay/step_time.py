@@ -27,8 +27,6 @@ LAYER_S = 60e-6
 POPULARITY = 0.7
 """Exponent of the Zipf law by which experts are taken to be chosen when they are paged: an assumption."""
 STAGED_TOKENS = 16_384
-GHOSTS_PER_LAYER = 8
-"""The device remembers so many experts of each layer that lost their places last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +35,6 @@ class StepCost:
 
     seconds: float
     misses: float = 0.0
-    ghost_hits: float = 0.0
-    """misses of experts that lost their places last"""
     staged: float = 0.0
     """misses streamed for prompts"""
 
@@ -52,7 +48,7 @@ class StepTime:
     """
 
     def __init__(self, shape: ModelShape, grain: int, step_tokens: int) -> None:
-        self._shape = shape
+        self.shape = shape
         self._grain = grain
         self._step_tokens = step_tokens
         ranks = np.arange(1, shape.num_experts + 1, dtype=np.float64) ** -POPULARITY
@@ -67,8 +63,8 @@ class StepTime:
         num_decode = int(decode.sum())
         num_prefill = int(plan.query_len[~decode].sum()) * grain
         read, flops = self._decode_work(plan, decode), self._prefill_flops(plan, ~decode)
-        states = 2 * self._shape.state_bytes * int((~decode).sum())
-        if self._shape.paged:
+        states = 2 * self.shape.state_bytes * int((~decode).sum())
+        if self.shape.paged:
             decoding = self._step(num_decode, 0.0, read, num_places) if num_decode else StepCost(0.0)
             passes = -(-num_prefill // STAGED_TOKENS)
             staged = self._step(
@@ -77,7 +73,6 @@ class StepTime:
             return StepCost(
                 decoding.seconds * grain + staged.seconds * passes,
                 decoding.misses * grain + staged.misses * passes,
-                decoding.ghost_hits * grain + staged.ghost_hits * passes,
                 staged.misses * passes,
             )
         steps = max(grain if num_decode else 1, -(-num_prefill // self._step_tokens))
@@ -86,7 +81,7 @@ class StepTime:
 
     def _decode_work(self, plan: StepPlan, decode: BoolArray) -> float:
         """Bytes of KV and states that the decode rows read and write in a real step."""
-        shape = self._shape
+        shape = self.shape
         contexts = (plan.num_computed[decode] + 1) * self._grain
         window = np.minimum(contexts, shape.window) * shape.window_token_bytes
         return float((contexts * shape.full_token_bytes + window + 2 * shape.state_bytes).sum())
@@ -95,33 +90,32 @@ class StepTime:
         """Work of the prompts' chunks beyond that of their tokens in :meth:`_step`: attention."""
         lengths = plan.query_len[prefill] * self._grain
         middle = plan.num_computed[prefill] * self._grain + lengths / 2
-        return self._shape.attention_flops * float((lengths * middle).sum())
+        return self.shape.attention_flops * float((lengths * middle).sum())
 
     def _step(
         self, tokens: float, more_flops: float, read_bytes: float, num_places: int, staged: bool = False
     ) -> StepCost:
         """One real step of ``tokens`` tokens."""
-        shape = self._shape
-        weights, misses, ghost_hits = self._weights(tokens, num_places)
+        shape = self.shape
+        weights, misses = self._weights(tokens, num_places)
         compute = (2 * shape.active_params * tokens + more_flops) / FLOPS_PER_S
         seconds = max(weights / WEIGHT_BYTES_PER_S, compute) + read_bytes / KV_BYTES_PER_S
         seconds += LAYER_S * shape.num_layers
         link = misses * shape.expert_bytes / LINK_BYTES_PER_S
         # A staged pass streams the next layers' experts while it computes; a decode layer waits for its own.
         overlap = seconds if staged else seconds * 0.5
-        return StepCost(seconds + max(0.0, link - overlap), misses, ghost_hits)
+        return StepCost(seconds + max(0.0, link - overlap), misses)
 
-    def _weights(self, tokens: float, num_places: int) -> tuple[float, float, float]:
-        """Bytes of weights that a real step reads from HBM, experts that it misses, and ghosts among them."""
-        shape = self._shape
+    def _weights(self, tokens: float, num_places: int) -> tuple[float, float]:
+        """Bytes of weights that a real step reads from HBM, and experts that it misses."""
+        shape = self.shape
         if not shape.num_moe_layers or tokens <= 0:
-            return shape.dense_bytes, 0.0, 0.0
+            return shape.dense_bytes, 0.0
         if not shape.paged:
             chosen = shape.experts_per_token / shape.num_experts
             distinct = shape.num_experts * (1 - (1 - chosen) ** tokens)
-            return shape.dense_bytes + shape.num_moe_layers * distinct * shape.expert_bytes, 0.0, 0.0
+            return shape.dense_bytes + shape.num_moe_layers * distinct * shape.expert_bytes, 0.0
         active = shape.num_moe_layers * (1 - (1 - self._chosen) ** tokens)
         resident = min(shape.num_experts, num_places // shape.num_moe_layers)
         hits, misses = float(active[:resident].sum()), float(active[resident:].sum())
-        ghost_hits = float(active[resident : resident + GHOSTS_PER_LAYER].sum())
-        return shape.dense_bytes + hits * shape.expert_bytes, misses, ghost_hits
+        return shape.dense_bytes + hits * shape.expert_bytes, misses

@@ -162,7 +162,7 @@ def test_missing_experts_cost_the_link() -> None:
     assert half.misses > 0
     link = half.misses * 4_720_128 / 50e9
     assert 0.5 * link < half.seconds - resident.seconds < link
-    assert time.price(plan, 1000).misses > half.misses > half.ghost_hits > 0
+    assert time.price(plan, 1000).misses > half.misses
 
 
 def test_traces_are_read_from_their_beginning(tmp_path: Path) -> None:

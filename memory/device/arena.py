@@ -39,7 +39,8 @@ class Arena:
             if spec.kind is not PageKind.EXPERT:
                 self.views.update(self._row_views(spec))
         self.tables = PageTables()
-        self.host = HostTier(pinned=device.type == "cuda")
+        waiting = {spec.name: spec.page_bytes for spec in specs if spec.kind is not PageKind.EXPERT}
+        self.host = HostTier(waiting, pinned=device.type == "cuda")
 
     def _grid(self, spec: PageSpec) -> torch.Tensor:
         anchor = page_anchor(spec, self.num_bytes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -19,7 +19,8 @@ class ExpertBank:
     up in registers.
 
     Attributes:
-        gate_up: [experts, H, 2 * I], gate before up; down: [experts, I, H].
+        gate_up: [experts, H, 2 * I], gate before up; down: [experts, I, H]. For float32 activations on a CPU they
+            may be bfloat16 (see :meth:`compacted`).
         gate_up_bias: [experts, 2 * I] or None; down_bias: [experts, H] or None.
         activation: what stands between the projections.
     """
@@ -29,6 +30,16 @@ class ExpertBank:
     gate_up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
     activation: GatedActivation
+
+    def compacted(self) -> ExpertBank:
+        """The same bank with weights in bfloat16, where float32 weights on a CPU are all of them bfloat16 values and
+        the compiled kernels serve; else this bank."""
+        if not native.serves(self.down):
+            return self
+        gate_up, down = native.compact(self.gate_up), native.compact(self.down)
+        if gate_up.dtype is not down.dtype:
+            return self
+        return replace(self, gate_up=gate_up, down=down)
 
     @cached_property
     def native(self) -> Bank:
@@ -69,6 +80,6 @@ def run_experts(
     Returns:
         [tokens, H] in x's dtype.
     """
-    if native.serves_tokens(x) and native.serves(bank.down):
+    if native.serves_tokens(x):
         return native.run_experts(x.contiguous(), weights.contiguous(), experts.contiguous(), bank.native)
     return reference.run_experts(x, weights, experts, bank)

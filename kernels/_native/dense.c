@@ -2,14 +2,15 @@
 
 #include "vectors.h"
 
-// ---- linear layers: weights packed as [columns / 32][depth][32], zeros behind the last column
+// ---- linear layers: weights packed as [columns / 32][depth][32], zeros behind the last column; in
+// bfloat16 (half) where that loses nothing
 
 #define PANEL 32
 #define STACK 8  // rows that share one pass over a panel
 #define BLOCK 64
 
-static inline __attribute__((always_inline)) void panel(int rows, const float *x, i64 stride, i64 depth, const float *w,
-                                                        const float *bias, float *out, i64 columns, i64 width) {
+static inline __attribute__((always_inline)) void panel(int rows, const float *x, i64 stride, i64 depth, const void *w,
+                                                        const float *bias, float *out, i64 columns, i64 width, int half) {
     v16 total[STACK][2] = {};
     float start[PANEL] = {0};
     if (bias) {
@@ -17,7 +18,7 @@ static inline __attribute__((always_inline)) void panel(int rows, const float *x
         for (int r = 0; r < rows; r++) total[r][0] = load(start), total[r][1] = load(start + LANES);
     }
     for (i64 d = 0; d < depth; d++) {
-        v16 low = load(w + d * PANEL), high = load(w + d * PANEL + LANES);
+        v16 low = weights16(w, d * PANEL, half), high = weights16(w, d * PANEL + LANES, half);
         for (int r = 0; r < rows; r++) {
             v16 a = splat(x[r * stride + d]);
             total[r][0] += a * low;
@@ -34,33 +35,38 @@ static inline __attribute__((always_inline)) void panel(int rows, const float *x
         }
 }
 
-static void linear_block(const float *x, i64 stride, i64 rows, i64 depth, const float *packed, i64 columns, const float *bias,
-                         float *out) {
-    for (i64 column = 0; column < columns; column += PANEL, packed += depth * PANEL) {
+static inline __attribute__((always_inline)) void linear_block(
+    const float *x, i64 stride, i64 rows, i64 depth, const char *packed, i64 columns, const float *bias, float *out, int half) {
+    for (i64 column = 0; column < columns; column += PANEL, packed += depth * PANEL * (half ? 2 : 4)) {
         i64 width = columns - column < PANEL ? columns - column : PANEL;
         const float *b = bias ? bias + column : 0;
         for (i64 r = 0; r < rows; r += STACK) {
             const float *from = x + r * stride;
             float *to = out + r * columns + column;
             switch (rows - r) {
-            case 1: panel(1, from, stride, depth, packed, b, to, columns, width); break;
-            case 2: panel(2, from, stride, depth, packed, b, to, columns, width); break;
-            case 3: panel(3, from, stride, depth, packed, b, to, columns, width); break;
-            case 4: panel(4, from, stride, depth, packed, b, to, columns, width); break;
-            case 5: panel(5, from, stride, depth, packed, b, to, columns, width); break;
-            case 6: panel(6, from, stride, depth, packed, b, to, columns, width); break;
-            case 7: panel(7, from, stride, depth, packed, b, to, columns, width); break;
-            default: panel(8, from, stride, depth, packed, b, to, columns, width);
+            case 1: panel(1, from, stride, depth, packed, b, to, columns, width, half); break;
+            case 2: panel(2, from, stride, depth, packed, b, to, columns, width, half); break;
+            case 3: panel(3, from, stride, depth, packed, b, to, columns, width, half); break;
+            case 4: panel(4, from, stride, depth, packed, b, to, columns, width, half); break;
+            case 5: panel(5, from, stride, depth, packed, b, to, columns, width, half); break;
+            case 6: panel(6, from, stride, depth, packed, b, to, columns, width, half); break;
+            case 7: panel(7, from, stride, depth, packed, b, to, columns, width, half); break;
+            default: panel(8, from, stride, depth, packed, b, to, columns, width, half);
             }
         }
     }
 }
 
 // out[rows][columns] = x[rows][depth] * weight^T + bias; BLOCK rows stay in the cache while all panels pass.
-void linear(const float *x, i64 stride, i64 rows, i64 depth, const float *packed, i64 columns, const float *bias, float *out) {
-    for (i64 r = 0; r < rows; r += BLOCK)
-        linear_block(x + r * stride, stride, rows - r < BLOCK ? rows - r : BLOCK, depth, packed, columns, bias,
-                     out + r * columns);
+void linear(const float *x, i64 stride, i64 rows, i64 depth, const void *packed, int half, i64 columns, const float *bias,
+            float *out) {
+    for (i64 r = 0; r < rows; r += BLOCK) {
+        i64 count = rows - r < BLOCK ? rows - r : BLOCK;
+        if (half)
+            linear_block(x + r * stride, stride, count, depth, packed, columns, bias, out + r * columns, 1);
+        else
+            linear_block(x + r * stride, stride, count, depth, packed, columns, bias, out + r * columns, 0);
+    }
 }
 
 // ---- norms and rotary embedding

@@ -30,8 +30,10 @@ void route(const float *logits, i64 row_stride, i64 rows, i64 experts, i64 k, in
 
 typedef struct {
     i64 hidden, inner, experts;
-    const float *gate_up, *down, *gate_up_bias, *down_bias;
+    const void *gate_up, *down;
+    const float *gate_up_bias, *down_bias;
     float limit, alpha;  // limit 0: silu(gate) * up
+    int half;            // the weights are bfloat16
 } bank_t;
 
 static void activate(float *both, i64 inner, float limit, float alpha, float weight, float *out) {
@@ -59,13 +61,13 @@ static void one_expert(const bank_t *bank, i64 e, int rows, const float **x, con
         to[r] = both[r];
         from[r] = held[r];
     }
-    few_rows(rows, x, hidden, bank->gate_up + e * hidden * 2 * inner, 2 * inner, 2 * inner, to);
+    few_rows_weights(rows, x, hidden, bank->gate_up, e * hidden * 2 * inner, 2 * inner, to, bank->half);
     for (int r = 0; r < rows; r++) {
         activate(both[r], inner, bank->limit, bank->alpha, weights[r], held[r]);
         if (bank->down_bias)
             for (i64 i = 0; i < hidden; i++) out[r][i] += weights[r] * bank->down_bias[e * hidden + i];
     }
-    few_rows(rows, from, inner, bank->down + e * inner * hidden, hidden, hidden, out);
+    few_rows_weights(rows, from, inner, bank->down, e * inner * hidden, hidden, out, bank->half);
 }
 
 // out[rows][hidden] (zeroed here) = weighted sum over the k chosen experts of each row; experts in order of id.

@@ -34,7 +34,7 @@ class Bank(Structure):
     _fields_ = (
         [(name, c_int64) for name in ("hidden", "inner", "experts")]
         + [(name, c_void_p) for name in ("gate_up", "down", "gate_up_bias", "down_bias")]
-        + [("limit", c_float), ("alpha", c_float)]
+        + [("limit", c_float), ("alpha", c_float), ("half", c_int)]
     )
 
 
@@ -62,7 +62,7 @@ class Attention(Structure):
 
 _P, _N = c_void_p, c_int64
 _SIGNATURES = {
-    "linear": (_P, _N, _N, _N, _P, _N, _P, _P),
+    "linear": (_P, _N, _N, _N, _P, c_int, _N, _P, _P),
     "normalise": (_P, _N, _N, _N, _N, _P, _N, c_float, c_int, _P),
     "rotate": (_P, _N, _N, _N, _N, _P, _P, _N),
     "silu_and_mul": (_P, _P, _N, _N, _N, _P, _P),

@@ -38,13 +38,20 @@ PANEL = 32
 """Columns of a packed weight that lie together."""
 
 
+def compact(weight: torch.Tensor) -> torch.Tensor:
+    """The weight in bfloat16 if every value is one, as in bfloat16 checkpoints: half the bytes to read, and products
+    in float32 are the same."""
+    short = weight.to(torch.bfloat16)
+    return short if torch.equal(short.to(weight.dtype), weight) else weight
+
+
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:
-    """[N, K] to [ceil(N / 32), K, 32]: what :func:`linear` reads, zeros behind the last column."""
+    """[N, K] to [ceil(N / 32), K, 32]: what :func:`linear` reads, zeros behind the last column, compact."""
     columns, depth = weight.shape
     panels = -(-columns // PANEL)
     padded = weight.new_zeros(panels * PANEL, depth)
     padded[:columns] = weight
-    return padded.view(panels, PANEL, depth).transpose(1, 2).contiguous()
+    return compact(padded.view(panels, PANEL, depth).transpose(1, 2).contiguous())
 
 
 def linear(x: torch.Tensor, packed: torch.Tensor, columns: int, bias: torch.Tensor | None) -> torch.Tensor:
@@ -58,6 +65,7 @@ def linear(x: torch.Tensor, packed: torch.Tensor, columns: int, bias: torch.Tens
         rows,
         depth,
         packed.data_ptr(),
+        packed.dtype is torch.bfloat16,
         columns,
         None if bias is None else bias.data_ptr(),
         out.data_ptr(),
@@ -207,6 +215,7 @@ def make_bank(
         None if down_bias is None else down_bias.data_ptr(),
         limit,
         alpha,
+        down.dtype is torch.bfloat16,
     )
 
 

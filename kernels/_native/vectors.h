@@ -16,6 +16,22 @@ typedef float v16 __attribute__((vector_size(64), aligned(4), may_alias));
 
 static inline v16 load(const float *p) { return *(const v16 *)p; }
 static inline void store(float *p, v16 x) { *(v16 *)p = x; }
+// Weights are float32, or (half) bfloat16, which is widened exactly: half the bytes, the same products.
+typedef uint16_t u16x16 __attribute__((vector_size(32), aligned(2), may_alias));
+typedef uint32_t u32x16 __attribute__((vector_size(64)));
+
+static inline __attribute__((always_inline)) v16 weights16(const void *w, i64 at, int half) {
+    if (!half) return load((const float *)w + at);
+    u32x16 wide = __builtin_convertvector(*(const u16x16 *)((const uint16_t *)w + at), u32x16) << 16;
+    return (v16)wide;
+}
+
+static inline float weight1(const void *w, i64 at, int half) {
+    if (!half) return ((const float *)w)[at];
+    union { uint32_t bits; float value; } wide = {(uint32_t)((const uint16_t *)w)[at] << 16};
+    return wide.value;
+}
+
 static inline v16 splat(float x) { return x - (v16){}; }
 
 static inline float sum16(v16 x) {
@@ -66,13 +82,14 @@ static inline float dot(const float *a, const float *b, i64 n) {
 // pointers, those of b a stride apart
 
 static inline __attribute__((always_inline)) void block(
-    int rows, const float **a, i64 depth, const float *b, i64 stride, float **c, i64 column) {
+    int rows, const float **a, i64 depth, const void *b, i64 stride, float **c, i64 column, int half) {
     v16 total[ROWS][4];
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < 4; v++) total[r][v] = load(c[r] + column + v * LANES);
     for (i64 d = 0; d < depth; d++) {
-        const float *line = b + d * stride + column;
-        v16 w0 = load(line), w1 = load(line + 16), w2 = load(line + 32), w3 = load(line + 48);
+        i64 at = d * stride + column;
+        v16 w0 = weights16(b, at, half), w1 = weights16(b, at + 16, half), w2 = weights16(b, at + 32, half),
+            w3 = weights16(b, at + 48, half);
         for (int r = 0; r < rows; r++) {
             v16 x = splat(a[r][d]);
             total[r][0] += x * w0;
@@ -85,19 +102,33 @@ static inline __attribute__((always_inline)) void block(
         for (int v = 0; v < 4; v++) store(c[r] + column + v * LANES, total[r][v]);
 }
 
-static inline void few_rows(int rows, const float **a, i64 depth, const float *b, i64 stride, i64 columns, float **c) {
+static inline __attribute__((always_inline)) void few_rows_of(
+    int rows, const float **a, i64 depth, const void *b, i64 stride, i64 columns, float **c, int half) {
     i64 column = 0;
     for (; column + WIDE <= columns; column += WIDE) {
         switch (rows) {
-        case 1: block(1, a, depth, b, stride, c, column); break;
-        case 2: block(2, a, depth, b, stride, c, column); break;
-        case 3: block(3, a, depth, b, stride, c, column); break;
-        case 4: block(4, a, depth, b, stride, c, column); break;
-        case 5: block(5, a, depth, b, stride, c, column); break;
-        default: block(6, a, depth, b, stride, c, column);
+        case 1: block(1, a, depth, b, stride, c, column, half); break;
+        case 2: block(2, a, depth, b, stride, c, column, half); break;
+        case 3: block(3, a, depth, b, stride, c, column, half); break;
+        case 4: block(4, a, depth, b, stride, c, column, half); break;
+        case 5: block(5, a, depth, b, stride, c, column, half); break;
+        default: block(6, a, depth, b, stride, c, column, half);
         }
     }
     for (i64 d = 0; column < columns && d < depth; d++)
         for (int r = 0; r < rows; r++)
-            for (i64 j = column; j < columns; j++) c[r][j] += a[r][d] * b[d * stride + j];
+            for (i64 j = column; j < columns; j++) c[r][j] += a[r][d] * weight1(b, d * stride + j, half);
+}
+
+static inline void few_rows(int rows, const float **a, i64 depth, const float *b, i64 stride, i64 columns, float **c) {
+    few_rows_of(rows, a, depth, b, stride, columns, c, 0);
+}
+
+// Weights that begin `first` elements behind w.
+static inline void few_rows_weights(int rows, const float **a, i64 depth, const void *w, i64 first, i64 columns, float **c,
+                                    int half) {
+    if (half)
+        few_rows_of(rows, a, depth, (const uint16_t *)w + first, columns, columns, c, 1);
+    else
+        few_rows_of(rows, a, depth, (const float *)w + first, columns, columns, c, 0);
 }

@@ -47,11 +47,11 @@ def run_experts(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, b
         if count == 0:
             continue
         run = slice(start, start + count)
-        both = torch.mm(rows[run], bank.gate_up[expert])
+        both = torch.mm(rows[run], bank.gate_up[expert].to(x.dtype))
         if bank.gate_up_bias is not None:
             both = both.add_(bank.gate_up_bias[expert])
         gate, up = both.chunk(2, -1)
-        torch.mm(bank.activation(gate, up), bank.down[expert], out=out[run])
+        torch.mm(bank.activation(gate, up), bank.down[expert].to(x.dtype), out=out[run])
         start += count
     out.mul_(weights.to(x.dtype).flatten().index_select(0, order).unsqueeze(1))
     total = torch.zeros_like(x).index_add_(0, token, out)

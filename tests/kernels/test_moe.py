@@ -55,9 +55,15 @@ def test_experts_equal_the_loop(num_tokens: int, biased: bool, activation: Gated
     assert torch.equal(x, kept)
 
 
+@pytest.mark.parametrize("short", [False, True])
 @pytest.mark.parametrize(("hidden", "inner"), [(64, 32), (70, 33), (7, 5)])
-def test_compiled_and_plain_experts_agree(hidden: int, inner: int) -> None:
+def test_compiled_and_plain_experts_agree(hidden: int, inner: int, short: bool) -> None:
     bank = make_bank(8, hidden, inner, True, SWIGLU)
+    if short:
+        for weight in (bank.gate_up, bank.down):
+            weight.copy_(weight.bfloat16())
+    bank = bank.compacted()
+    assert bank.down.dtype == (torch.bfloat16 if short else torch.float32)
     x = torch.randn(40, hidden)
     # Tokens crowd on two experts: runs are longer than what registers hold, and some experts have none.
     weights, experts = route(torch.randn(40, 8) + torch.tensor([9.0, 9, 0, 0, 0, 0, -99, -99]), 3, True)

@@ -34,7 +34,8 @@ def resident_experts(experts: ExpertLayer, source: WeightSource) -> RoutedExpert
             # From the block: a format may have sorted the rows that the checkpoint's biases belong to.
             gate_up_bias[expert] = block_part(block, layout, "gate_up_bias")
             down_bias[expert] = block_part(block, layout, "down_bias")
-    return ResidentExperts(ExpertBank(gate_up, down, gate_up_bias, down_bias, experts.activation))
+    bank = ExpertBank(gate_up, down, gate_up_bias, down_bias, experts.activation)
+    return ResidentExperts(bank.compacted())
 
 
 def _empty(source: WeightSource, *shape: int) -> torch.Tensor:

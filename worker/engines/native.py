@@ -74,7 +74,8 @@ class NativeEngine:
         make_runner: another device side, for tests.
         grammars: matchers for requests with a grammar; None makes them for the folder's tokenizer, and where that
             cannot be, such requests are refused.
-        audit: prove the ledger sound after every step (tests); it is always proven when the engine turns idle.
+        audit: prove ledger and expert tables sound after every step (tests); when the engine turns idle they are
+            always proven.
         record: told of each plan and its result.
 
     Raises ConfigError or ModelLoadError when it cannot start.
@@ -120,6 +121,7 @@ class NativeEngine:
         self._error = ""
         self._sequence = 0
         self._audited = False
+        self._audits = audit
         self._advanced_s = time.monotonic()
         self._expert_report: ExpertReport | None = None
         self._snapshot = self._take_snapshot()
@@ -245,6 +247,8 @@ class NativeEngine:
     def _turn(self) -> None:
         steps = self._loop.num_steps
         events = self._loop.step()
+        if self._audits and self._experts is not None:
+            self._experts.audit()
         if not self._loop.has_work:
             self._loop.settle()
         now = time.monotonic()
@@ -270,6 +274,8 @@ class NativeEngine:
             while not (self._closed or self._submitted or self._aborted or self._loop.has_work):
                 if not self._changed.wait(None if self._audited else IDLE_AUDIT_S):
                     self._ledger.audit()
+                    if self._experts is not None:
+                        self._experts.audit()
                     self._audited = True
             self._audited = False
             if self._closed:

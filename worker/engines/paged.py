@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from memory.api import Ledger, PageSpec
+from memory.api import Ledger, LedgerError, PageSpec
 from memory.ledger.ledger import ArenaLedger
 from worker.api import ModelInfo, WorkerSnapshot
 from worker.config import WorkerConfig
@@ -63,6 +63,7 @@ class EngineExperts:
         )
         for line in plan_lines(facts):
             log.info("%s", line)
+        self._pager = pager
         self._reporter = ExpertReporter(pager)
         self._report: ExpertReport | None = None
         self._trader: ExpertTrader | None = None
@@ -70,6 +71,13 @@ class EngineExperts:
         self._shape = PagedShape(
             len(pager.host.layers), info.num_experts, info.experts_per_token, size, LINK_BYTES_PER_S
         )
+
+    def audit(self) -> None:
+        """Proves, between steps, that addresses and owners are a bijection and banned places have no owner; raises
+        LedgerError if not. Waits for the device."""
+        problems = self._pager.residency.audit()
+        if problems:
+            raise LedgerError(f"expert places: {'; '.join(problems)}")
 
     def read(self) -> ExpertReport:
         """The counters now (on a GPU: as the last copy brought them)."""

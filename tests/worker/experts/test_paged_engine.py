@@ -207,3 +207,14 @@ def test_prefill_leaves_the_decode_set_alone() -> None:
         assert torch.equal(pager.residency.owner, held)
         assert int(pager.residency.counts[Lane.TEE].sum()) == tees
         assert int(pager.residency.counts[Lane.PREFILL_IN_PLACE].sum()) > 20
+
+
+def test_an_engine_whose_tables_disagree_dies() -> None:
+    engine = NativeEngine(with_places(settings(), 24576, 6), audit=True)
+    with closing(engine):
+        generate(engine, 1, 3)
+        owner = engine._runner.pager.residency.owner  # type: ignore[attr-defined]
+        owner[int((owner >= 0).nonzero()[0])] = 31
+        last = generate(engine, 1, 3)[0]
+        assert last.finish_reason is FinishReason.ERROR
+        assert "expert places: " in last.error

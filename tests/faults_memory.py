@@ -266,7 +266,7 @@ FAULTS = [
     ),
     Fault(
         "bands are compacted though nobody needs the room",
-        "memory.ledger.ledger",
+        "memory.ledger.room",
         "wanted = layout.place_bytes or layout.gap_bytes() * _TIGHT_SHARE < layout.arena_bytes",
         "wanted = True",
         (f"{_LAYOUT}test_nothing_moves_while_memory_is_ample",),

@@ -37,8 +37,6 @@ from memory.ledger.spill import HostSpill
 from memory.ledger.split import fix_shares
 
 _NOTHING = Grant()
-_TIGHT_SHARE = 16
-"""Without experts, bands are only compacted while the gap is below this part of the arena: else nobody needs it."""
 
 
 class ArenaLedger:
@@ -133,17 +131,14 @@ class ArenaLedger:
         self._retire(completed_step)
         if self._cache is not None:
             self._cache.begin_step()
-        if not self._layout.rigid and self._layout.place_bytes:
-            for group, stride in enumerate(self._layout.strides):
-                if self._book.pools[group].num_free >= 2 * stride:
-                    self._layout.retreat(group, stride)
+        self._room.give_back()
 
     def commit_step(self, step: int) -> StepCommands:
         """See :class:`memory.api.Ledger`."""
         book = self._book
         if step != book.open_step:
             raise LedgerError(f"step {step} is not open")
-        self._compact(step)
+        self._room.compact(step)
         read = book.relocator.still_read(book.completed_step)
         ban, allow = self._places.update(self._layout.blocks(), read, step, book.completed_step)
         moves = book.relocator.take_moves(step)
@@ -168,18 +163,6 @@ class ArenaLedger:
         self._book.retire(completed_step)
         if self._spill is not None:
             self._spill.retire(completed_step)
-
-    def _compact(self, step: int) -> None:
-        """Moves a few pages into holes where the room behind them is wanted."""
-        book, layout = self._book, self._layout
-        wanted = layout.place_bytes or layout.gap_bytes() * _TIGHT_SHARE < layout.arena_bytes
-        if layout.rigid or not wanted or book.relocator.num_planned:
-            return
-        budget = book.relocator.move_budget_bytes
-        for group, pool in enumerate(book.pools):
-            stride = layout.strides[group]
-            if pool.num_free >= 2 * stride:
-                budget -= book.relocator.plan_moves(group, step, book.completed_step, stride, budget)
 
     # -- asking --------------------------------------------------------------------------------------------------
 

@@ -19,10 +19,15 @@ _ATTEMPTS = 3
 """Rounding to the grids of two bands and of the expert places can leave a push, or an eviction, a page short."""
 
 
+_TIGHT_SHARE = 16
+"""Without experts, bands are only compacted while the gap is below this part of the arena: else nobody needs it."""
+
+
 class RoomMaker:
     """Rearranges extents until an ask fits; all or nothing as far as the ask goes (a changed layout is no harm)."""
 
     def __init__(self, book: PageBook, cache: PrefixCache | None) -> None:
+        self._book = book
         self._layout = book.layout
         self._pools = book.pools
         self._relocator = book.relocator
@@ -135,3 +140,25 @@ class RoomMaker:
                 order[group] = share
                 lacking -= share
         return order
+
+    # -- giving back ---------------------------------------------------------------------------------------------
+
+    def give_back(self) -> None:
+        """With experts in the arena, bands with two strides of free pages retreat to one."""
+        if self._layout.rigid or not self._layout.place_bytes:
+            return
+        for group, stride in enumerate(self._layout.strides):
+            if self._pools[group].num_free >= 2 * stride:
+                self._layout.retreat(group, stride)
+
+    def compact(self, step: int) -> None:
+        """Moves a few pages into holes where the room behind them is wanted, unless grants moved some already."""
+        layout = self._layout
+        wanted = layout.place_bytes or layout.gap_bytes() * _TIGHT_SHARE < layout.arena_bytes
+        if layout.rigid or not wanted or self._relocator.num_planned:
+            return
+        budget = self._relocator.move_budget_bytes
+        for group, pool in enumerate(self._pools):
+            stride = layout.strides[group]
+            if pool.num_free >= 2 * stride:
+                budget -= self._relocator.plan_moves(group, step, self._book.completed_step, stride, budget)

@@ -24,6 +24,7 @@ from benchmarks.replay.simulator import Outcome, Replay, Setting
 from benchmarks.replay.step_time import StepTime
 from benchmarks.replay.sweep import calibrate, compare
 from memory.api import PageKind, StepCommands
+from memory.ledger.market import Market
 from worker.scheduling.step import StepPlan
 
 GRAIN = 16
@@ -56,22 +57,25 @@ def test_arena_is_not_below_the_best_split_and_above_the_median(shape) -> None:
     assert arena.tokens_per_s > 1.02 * fit[len(fit) // 2]
 
 
-def test_paged_experts_are_not_starved_by_requests() -> None:
+def test_paged_experts_are_not_starved_by_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long contexts over few bytes: taking in everybody would leave no expert its place."""
-    load = fixed_clients("long", 12_288, (512, 512), 40, 40, GRAIN)
+    load = fixed_clients("long", 12_288, (512, 512), 32, 32, GRAIN)
     base = Setting(QWEN3_30B_A3B, 16_000_000_000, grain=GRAIN, max_running=64)
-    splits = [run(replace(base, mode="split", ratio=ratio), load) for ratio in (0.1, 0.3, 0.5, 0.7)]
-    arena = run(base, load)
-    assert arena.tokens_per_s >= 0.98 * max(split.tokens_per_s for split in splits)
+    splits = [run(replace(base, mode="split", ratio=ratio), load).tokens_per_s for ratio in (0.3, 0.7)]
+    arena = run(base, load).tokens_per_s
+    # The first prompts come before anything is known of misses; on so short a load that shows.
+    assert arena >= 0.93 * max(splits)
+    monkeypatch.setattr(Market, "_pays", lambda *_: True)
+    assert arena >= 1.15 * run(base, load).tokens_per_s
 
 
 def test_everybody_ends_in_order_of_arrival_in_far_too_little_memory() -> None:
     """Outputs four times as long as the scheduler has learned to expect: retractions, yet nobody waits for ever."""
-    short = [Job(tuple(range(n * 1000, n * 1000 + 64)), 16, 1024) for n in range(40)]
-    long = [Job(tuple(range(n * 1000, n * 1000 + 64)), 1000, 1024) for n in range(40, 56)]
+    short = [Job(tuple(range(n * 1000, n * 1000 + 64)), 16, 512) for n in range(40)]
+    long = [Job(tuple(range(n * 1000, n * 1000 + 64)), 500, 512) for n in range(40, 56)]
     load = Load("storm", tuple(short + long))
     for mode in ("arena", "split"):
-        replay = Replay(Setting(QWEN35_4B, 2_400_000_000, mode, 0.3, GRAIN, max_running=64), load)
+        replay = Replay(Setting(QWEN35_4B, 1_800_000_000, mode, 0.3, GRAIN, max_running=64), load)
         outcome = replay.run()
         assert len(replay.finished) == 56
         assert outcome.retractions > 0, "the case is not there"
@@ -188,7 +192,7 @@ def test_traces_are_read_from_their_beginning(tmp_path: Path) -> None:
 def test_the_budget_is_the_nearest_that_shows_the_published_figure() -> None:
     case = replace(
         cases.published_cases()[0],
-        make_load=lambda: fixed_clients("c", 4096, (1024, 1024), 16, 24, GRAIN),
+        make_load=lambda: fixed_clients("c", 4096, (512, 512), 16, 16, GRAIN),
         arena_bytes=2_000_000_000,
         grain=GRAIN,
         target=cases.Target("peak_running", 7, 0.01),

@@ -73,7 +73,7 @@ class WorkerConfig:
     stall_timeout_s: float = 120.0
 
     def __post_init__(self) -> None:
-        problems = [*self._choice_problems(), *self._range_problems()]
+        problems = [*self._choice_problems(), *self._range_problems(), *self._idle_problems()]
         if problems:
             raise ConfigError(problems)
 
@@ -103,4 +103,15 @@ class WorkerConfig:
             problems.append(f"split_ratio={self.split_ratio} must lie between 0 and 1")
         if self.page_tokens & (self.page_tokens - 1):
             problems.append(f"page_tokens={self.page_tokens} must be a power of two")
+        return problems
+
+    def _idle_problems(self) -> list[str]:
+        """Options that would have no effect beside the others."""
+        problems = []
+        if self.expert_bytes and self.experts != "paged":
+            problems.append(f"expert_bytes={self.expert_bytes} needs experts=paged")
+        if self.host_store == "shared" and self.experts != "paged":
+            problems.append("host_store=shared needs experts=paged")
+        if self.host_tier_bytes and not self.prefix_cache:
+            problems.append(f"host_tier_bytes={self.host_tier_bytes} needs prefix_cache=true")
         return problems

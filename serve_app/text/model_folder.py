@@ -28,8 +28,8 @@ def resolve_model(model: str, revision: str = "", *, weights: bool) -> Path:
         weights: whether the tensors are needed; without them only the small text files are fetched.
 
     Raises:
-        ModelLoadError: no such folder or hub name, the hub cannot be reached, or the file is of a kind that is not
-            read (GGUF).
+        ModelLoadError: no such folder or hub name, a revision of a folder, the hub cannot be reached, or the file is
+            of a kind that is not read (GGUF).
     """
     if not model:
         return FAKE_MODEL
@@ -37,6 +37,8 @@ def resolve_model(model: str, revision: str = "", *, weights: bool) -> Path:
     if path.suffix.lower() == ".gguf":
         raise ModelLoadError(_gguf_sentence(path.name))
     if path.is_dir():
+        if revision:
+            raise ModelLoadError(f"revision={revision!r} needs a hub name in model=; {model!r} is a folder.")
         return _checked_folder(path)
     if path.exists():
         raise ModelLoadError(

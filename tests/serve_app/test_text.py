@@ -207,6 +207,8 @@ def test_hub_names_go_through_the_hubs_client(tmp_path: Path, monkeypatch: pytes
     assert "*.safetensors" in hub.calls[1][2]
     with pytest.raises(ModelLoadError, match=r"'v2'.*no such repository"):
         resolve_model("owner/missing", "v2", weights=True)
+    with pytest.raises(ModelLoadError, match=r"'v2' needs a hub name"):
+        resolve_model(str(tmp_path), "v2", weights=True)
 
 
 def test_a_hub_name_without_the_client_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

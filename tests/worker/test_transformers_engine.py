@@ -110,8 +110,25 @@ def test_an_abort_takes_effect_before_the_next_token() -> None:
 
 def test_options_it_cannot_honour_are_refused_together() -> None:
     with pytest.raises(ConfigError) as caught:
-        opened(tiny_folder("qwen3_moe"), experts="paged", kv_dtype="fp8_e4m3", device="tpu")
-    assert [problem.split("=")[0] for problem in caught.value.problems] == ["experts", "kv_dtype", "device"]
+        opened(
+            tiny_folder("qwen3_moe"),
+            experts="paged",
+            kv_dtype="bf16",
+            memory_mode="split",
+            attention_backend="torch",
+            host_tier_bytes=1,
+            deterministic=True,
+            device="tpu",
+        )
+    assert [problem.split("=")[0] for problem in caught.value.problems] == [
+        "experts",
+        "kv_dtype",
+        "memory_mode",
+        "attention_backend",
+        "host_tier_bytes",
+        "deterministic",
+        "device",
+    ]
 
 
 def test_a_grammar_is_refused_by_field() -> None:

@@ -290,8 +290,16 @@ def _device_and_dtype(config: WorkerConfig) -> tuple[torch.device, torch.dtype |
     problems = []
     if config.experts != "resident":
         problems.append(f"experts={config.experts!r} needs engine=native")
-    if config.kv_dtype == "fp8_e4m3":
-        problems.append("kv_dtype='fp8_e4m3' needs engine=native")
+    if config.kv_dtype != "auto":
+        problems.append(f"kv_dtype={config.kv_dtype!r} needs engine=native")
+    if config.memory_mode != "arena":
+        problems.append(f"memory_mode={config.memory_mode!r} needs engine=native")
+    if config.attention_backend != "auto":
+        problems.append(f"attention_backend={config.attention_backend!r} needs engine=native")
+    if config.host_tier_bytes:
+        problems.append(f"host_tier_bytes={config.host_tier_bytes} needs engine=native")
+    if config.deterministic:
+        problems.append("deterministic=true needs engine=native")
     name = config.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
 from tests.helpers.plans import PlanDriver
 from tests.helpers.tiny import tiny_folder
 from tests.worker.models.test_families import NUM_NEW, SAMPLING, random_prompt, run_mixed
 from worker.api import TokenLogprobs
+from worker.attention.choice import choose_backend
 from worker.config import WorkerConfig
 from worker.errors import ConfigError
 from worker.execution.runner import ModelRunner
@@ -70,3 +72,9 @@ def test_what_cannot_be_deterministic_is_refused(settings: dict[str, str]) -> No
     folder = str(tiny_folder("qwen3_moe"))
     with pytest.raises(ConfigError, match=r"float32 on a CPU|attention_backend='rowwise'"):
         ModelRunner(WorkerConfig(model=folder, deterministic=True, num_threads=1, **settings))
+
+
+def test_no_other_device_claims_to_be_deterministic() -> None:
+    config = WorkerConfig(model="any", deterministic=True)
+    with pytest.raises(ConfigError, match="device=cpu"):
+        choose_backend(config, (), torch.device("cuda:0"))

@@ -14,6 +14,7 @@ from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 log = logging.getLogger(__name__)
 
@@ -28,36 +29,30 @@ FLAGS = (
 COMPILE_TIMEOUT_S = 120
 
 
+def _members(kind: Any, names: str) -> list[Any]:
+    return [(name, kind) for name in names.split()]
+
+
 class Bank(Structure):
     """``bank_t``: one layer's experts."""
 
-    _fields_ = (
-        [(name, c_int64) for name in ("hidden", "inner", "experts")]
-        + [(name, c_void_p) for name in ("gate_up", "down", "gate_up_bias", "down_bias")]
-        + [("limit", c_float), ("alpha", c_float), ("half", c_int)]
-    )
+    _fields_ = [
+        *_members(c_int64, "hidden inner experts"),
+        *_members(c_void_p, "gate_up down gate_up_bias down_bias"),
+        *_members(c_float, "limit alpha"),
+        *_members(c_int, "half"),
+    ]
 
 
 class Attention(Structure):
     """``attention_t``: rows, their pages, and strides in elements."""
 
-    _fields_ = (
-        [(n, c_int64) for n in ("rows", "heads", "kv_heads", "dim", "page_tokens", "max_pages", "window")]
-        + [(n, c_void_p) for n in ("tables", "first_page", "kv_len")]
-        + [
-            (n, c_int64)
-            for n in (
-                "query_stride",
-                "key_page",
-                "key_token",
-                "key_head",
-                "value_page",
-                "value_token",
-                "value_head",
-            )
-        ]
-        + [("scale", c_float)]
-    )
+    _fields_ = [
+        *_members(c_int64, "rows heads kv_heads dim page_tokens max_pages window"),
+        *_members(c_void_p, "tables first_page kv_len"),
+        *_members(c_int64, "query_stride key_page key_token key_head value_page value_token value_head"),
+        *_members(c_float, "scale"),
+    ]
 
 
 _P, _N = c_void_p, c_int64

@@ -86,10 +86,10 @@ class HostRegion:
 
 def remove_shared(name: str) -> bool:
     """Removes a shared region's file; workers that have it mapped keep it. False if there is none."""
-    path = SHARED_FOLDER / f"headroom-{name}"
-    if not path.exists():
+    try:
+        (SHARED_FOLDER / f"headroom-{name}").unlink()
+    except FileNotFoundError:
         return False
-    path.unlink()
     return True
 
 

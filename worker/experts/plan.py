@@ -74,3 +74,17 @@ def plan_lines(facts: ArenaFacts) -> Iterator[str]:
             f"experts: {places} resident ({places / every:.0%}): {max(left, 0) / 1e6:.1f} MB for requests:"
             f" one of {_longest(facts, left)} tokens, or {max(left, 0) // each} of {typical}"
         )
+
+
+def store_plan(num_bytes: int, pinnable_bytes: int, reason: str, on_gpu: bool) -> tuple[bool, str]:
+    """Whether a host store of ``num_bytes`` can be held here, and a sentence: a GPU reads missing experts in place, so
+    for it every block must be pinned; a CPU needs the memory only."""
+    size, limit = f"{num_bytes / 1e9:.2f} GB", f"{pinnable_bytes / 1e9:.2f} GB ({reason})"
+    if num_bytes <= pinnable_bytes:
+        how = "fully pinned" if on_gpu else "not pinned: the device is the CPU"
+        return True, f"host store: {size}, {how}; at most {limit}"
+    need = "pin" if on_gpu else "hold"
+    return False, (
+        f"the experts need {size} of host memory, but this machine can {need} {limit}; a smaller weight format, or"
+        " host_store=shared for several replicas, needs less"
+    )

@@ -14,8 +14,10 @@ from worker.execution.weights import WeightSource
 from worker.experts.block_format import block_format
 from worker.experts.identity import shared_name
 from worker.experts.pager import ExpertPager, PagedExperts, PagerOptions, TableExperts
+from worker.experts.plan import store_plan
 from worker.layers.mlp import RoutedExperts
 from worker.models.base import ExpertLayer
+from worker.probe import pinnable_bytes
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +53,7 @@ class PagedFactory:
                 experts.read(expert)
             return _Rehearsed()
         if self._pager is None:
-            self._pager = ExpertPager(HostExperts(self._blocks, self._shared_name), self._options)
+            self._pager = ExpertPager(self._open_store(source.device), self._options)
         host = self._pager.host
         if not host.is_filled:
             for expert in range(experts.num_experts):
@@ -59,6 +61,16 @@ class PagedFactory:
                 host.seal(experts.layer, expert)
         inner = experts.shape.intermediate_size
         return PagedExperts(self._pager, experts.layer, block_format(layout), inner, experts.activation)
+
+    def _open_store(self, device: torch.device) -> HostExperts:
+        """Takes the host's memory, once it is clear that the machine has it."""
+        num_bytes = sum(entry.num_experts * entry.block_bytes for entry in self._blocks.values())
+        fits, sentence = store_plan(num_bytes, *pinnable_bytes(), on_gpu=device.type == "cuda")
+        # A shared store may be there already, and then takes nothing of what is left.
+        if not fits and self._shared_name is None:
+            raise ConfigError([f"experts='paged': {sentence}"])
+        log.info("%s", sentence)
+        return HostExperts(self._blocks, self._shared_name)
 
     def finish(self, device: torch.device) -> ExpertPager:
         """The pager, all layers read. ConfigError for a model without routed experts, or when the host's memory cannot
@@ -71,13 +83,6 @@ class PagedFactory:
         host.complete()
         if device.type == "cuda" and (reason := host.pin()) is not None:
             raise ConfigError([f"experts='paged': {reason}"])
-        log.info(
-            "host store: %.1f MB in %d layers, %d bytes a place, %s",
-            host.num_bytes / 1e6,
-            len(host.layers),
-            host.place_bytes,
-            "pinned" if device.type == "cuda" else "not pinned: the device is the CPU",
-        )
         return self._pager
 
 

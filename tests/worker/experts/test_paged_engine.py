@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,7 +25,8 @@ from worker.engines.native import NativeEngine
 from worker.errors import ConfigError, EngineDead
 from worker.execution.runner import ModelRunner
 from worker.experts.identity import shared_name
-from worker.experts.plan import floor_places
+from worker.experts.plan import floor_places, store_plan
+from worker.models import paged
 
 
 def settings(**options: Any) -> WorkerConfig:
@@ -121,9 +124,26 @@ def test_what_cannot_be_is_said(options: dict[str, Any], words: str) -> None:
         NativeEngine(settings(**options))
 
 
+def test_a_store_that_the_machine_cannot_hold_is_refused_before_it_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        paged, "pinnable_bytes", lambda: (1 << 19, "limited by half of the memory, under WSL2")
+    )
+    with pytest.raises(ConfigError, match=r"need 0\.00 GB of host memory.*WSL2"):
+        NativeEngine(settings())
+    assert store_plan(20 * 10**9, 10 * 10**9, "x", on_gpu=True)[1].startswith("the experts need 20.00 GB")
+    assert store_plan(10**9, 2 * 10**9, "x", on_gpu=True) == (
+        True,
+        "host store: 1.00 GB, fully pinned; at most 2.00 GB (x)",
+    )
+
+
 @pytest.fixture
 def shared() -> Iterator[WorkerConfig]:
-    config = settings(model=str(converted_folder("qwen3_moe", "int4")), host_store="shared")
+    # The seed is part of the name: test runs beside each other must not share.
+    folder = converted_folder("qwen3_moe", "int4")
+    config = settings(model=str(folder), host_store="shared", seed=os.getpid())
     name = shared_name(config)
     assert name is not None
     remove_shared(name)
@@ -146,9 +166,8 @@ def test_a_second_replica_takes_the_first_ones_store(
     assert reads == []
     assert second.pager.host.is_filled
     assert torch.equal(second.pager.host.hashes, first.pager.host.hashes)
-    assert shared_name(settings(model=str(converted_folder("qwen3_moe", "mxfp4")), host_store="shared")) != (
-        shared_name(shared)
-    )
+    other = replace(shared, model=str(converted_folder("qwen3_moe", "mxfp4")))
+    assert shared_name(other) != shared_name(shared)
     steps = record_steps(shared, (1,), new_tokens=3)
     assert [r.token_ids.tolist() for r in replay_steps(second, steps, ARENA_BYTES)] == [
         s.result.token_ids.tolist() for s in steps

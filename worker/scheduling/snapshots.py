@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from memory.api import Ledger
+from collections.abc import Iterable
+
+from memory.api import Ledger, PageKind, PageSpec
 from worker.api import WorkerSnapshot
 from worker.scheduling.scheduler import Scheduler
 
@@ -38,5 +40,13 @@ def take_snapshot(
         queue_wait_s=max(oldest_s, counts.queue_waits.mean(now_s)),
         step_s=counts.step_times.mean(now_s),
         draining=draining,
-        extra={"retractions_per_thousand": counts.retractions.per_thousand(now_s)},
+        extra={
+            "retractions_per_thousand": counts.retractions.per_thousand(now_s),
+            "kv_bytes_per_token": _token_bytes(ledger.specs.values()),
+        },
     )
+
+
+def _token_bytes(specs: Iterable[PageSpec]) -> float:
+    """Bytes that each token of a request holds to its end: those of its FULL pages."""
+    return sum(spec.page_bytes / spec.page_tokens for spec in specs if spec.kind is PageKind.FULL)

@@ -18,51 +18,78 @@ from kernels._reference.experts import DENSE, FP8_BLOCK, FP8_BLOCK_SIZE, INT4, M
 SILU, CLAMPED_SWIGLU = 0, 1
 COPY_BYTES = 16384
 """bytes of a block that one program copies"""
+DECODE_ROWS = 32
+"""Output rows of a program at decode: few, so that eight experts alone fill the card."""
 
 
 @triton.jit
-def _dense_tile(address, row, column, row_ok, column_ok, width, like):
-    at = address.to(tl.pointer_type(like.dtype.element_ty)) + row[:, None] * width + column[None, :]
+def _dense_tile(address, row, column, row_ok, column_ok, width, like, ALIGN: tl.constexpr):
+    # What comes out of a table has no known alignment, and without one loads are not vectorised.
+    base = tl.multiple_of(address.to(tl.pointer_type(like.dtype.element_ty)), ALIGN)
+    at = base + row[:, None] * width + column[None, :]
     return tl.load(at, mask=row_ok[:, None] & column_ok[None, :], other=0.0)
 
 
 @triton.jit
-def _fp8_tile(address, scales, row, column, row_ok, column_ok, width, like, SIDE: tl.constexpr):
-    at = address.to(tl.pointer_type(tl.float8e4nv)) + row[:, None] * width + column[None, :]
-    mask = row_ok[:, None] & column_ok[None, :]
-    value = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    grid_width = tl.cdiv(width, SIDE)
+def _fp8_tile(
+    address, scales, row, column, row_first, column_first, row_ok, column_ok, width, like,
+    SIDE: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    base = tl.multiple_of(address.to(tl.pointer_type(tl.float8e4nv)), ALIGN)
+    at = base + row[:, None] * width + column[None, :]
+    value = tl.load(at, mask=row_ok[:, None] & column_ok[None, :], other=0.0).to(tl.float32)
+    # A tile never straddles two blocks of the grid: its sides divide theirs.
     cell = (
         scales.to(tl.pointer_type(tl.float32))
-        + (row // SIDE)[:, None] * grid_width
-        + (column // SIDE)[None, :]
+        + (row_first // SIDE) * tl.cdiv(width, SIDE)
+        + column_first // SIDE
     )
-    return (value * tl.load(cell, mask=mask, other=0.0)).to(like.dtype.element_ty)
+    return (value * tl.load(cell)).to(like.dtype.element_ty)
+
+
+@triton.jit
+def _spread(cells, ROWS: tl.constexpr, GROUPS: tl.constexpr, PAIRS: tl.constexpr):
+    """[rows, groups] to [rows, pairs], each group's value for every byte of the group."""
+    wide = tl.broadcast_to(tl.expand_dims(cells, 2), (ROWS, GROUPS, PAIRS // GROUPS))
+    return tl.reshape(wide, (ROWS, PAIRS))
 
 
 @triton.jit
 def _nibble_tiles(
-    address, scales, zeros, zero_offset, row, pair, row_ok, pair_ok, width, like,
-    GROUP: tl.constexpr, IS_MXFP4: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    address, scales, zeros, zero_offset, row, pair, pair_first, row_ok, pair_ok, width, like,
+    GROUP: tl.constexpr, IS_MXFP4: tl.constexpr, HAS_ZEROS: tl.constexpr, ALIGN: tl.constexpr,
+    ROWS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Even and odd columns of a tile: a byte holds two neighbours along the contraction."""
-    mask = row_ok[:, None] & pair_ok[None, :]
-    at = address.to(tl.pointer_type(tl.uint8)) + row[:, None] * (width // 2) + pair[None, :]
-    packed = tl.load(at, mask=mask, other=0)
+    base = tl.multiple_of(address.to(tl.pointer_type(tl.uint8)), ALIGN)
+    at = base + row[:, None] * (width // 2) + pair[None, :]
+    packed = tl.load(at, mask=row_ok[:, None] & pair_ok[None, :], other=0)
     low = (packed & 0x0F).to(tl.int32)
     high = (packed >> 4).to(tl.int32)
-    cell = row[:, None] * tl.cdiv(width, GROUP) + (pair * 2 // GROUP)[None, :]
+    if 2 * PAIRS % GROUP == 0:
+        GROUPS: tl.constexpr = 2 * PAIRS // GROUP
+        group = pair_first * 2 // GROUP + tl.arange(0, GROUPS)
+        mask = row_ok[:, None] & (group * GROUP < width)[None, :]
+    else:
+        group = pair * 2 // GROUP
+        mask = row_ok[:, None] & pair_ok[None, :]
+    cell = row[:, None] * tl.cdiv(width, GROUP) + group[None, :]
     if IS_MXFP4:
         exponent = tl.load(scales.to(tl.pointer_type(tl.uint8)) + cell, mask=mask, other=0).to(tl.float32)
         scale = tl.exp2(exponent - 127.0)
+        if 2 * PAIRS % GROUP == 0:
+            scale = _spread(scale, ROWS, GROUPS, PAIRS)
         even = _e2m1(low) * scale
         odd = _e2m1(high) * scale
     else:
         scale = tl.load(scales.to(tl.pointer_type(tl.float16)) + cell, mask=mask, other=0.0).to(tl.float32)
-        zero = 8
+        zero = tl.full(cell.shape, 8, tl.int32)
         if HAS_ZEROS:
             pairs = tl.load(zeros.to(tl.pointer_type(tl.uint8)) + cell // 2, mask=mask, other=0).to(tl.int32)
-            zero = ((pairs >> ((cell % 2) * 4)) & 0x0F) + zero_offset
+            zero = ((pairs >> ((cell % 2) * 4).to(tl.int32)) & 0x0F) + zero_offset
+        if 2 * PAIRS % GROUP == 0:
+            scale = _spread(scale, ROWS, GROUPS, PAIRS)
+            zero = _spread(zero, ROWS, GROUPS, PAIRS)
         even = (low - zero).to(tl.float32) * scale
         odd = (high - zero).to(tl.float32) * scale
     return even.to(like.dtype.element_ty), odd.to(like.dtype.element_ty)
@@ -79,9 +106,9 @@ def _e2m1(code):
 
 @triton.jit
 def _accumulate(
-    acc, inputs, token_row, token_ok, address, scales, zeros, zero_offset, order, row, row_ok, width, stride,
+    acc, inputs, token_row, token_ok, address, scales, zeros, zero_offset, order, row, row_first, row_ok, width, stride,
     KIND: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_ORDER: tl.constexpr,
-    SIDE: tl.constexpr, BLOCK_IN: tl.constexpr,
+    SIDE: tl.constexpr, ALIGN: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
 ):  # fmt: skip
     """acc [tokens, rows] += inputs[token_row] @ weight[row]^T over the whole contraction, in a fixed order."""
     if KIND < 2:
@@ -91,9 +118,22 @@ def _accumulate(
             mask = token_ok[:, None] & column_ok[None, :]
             x = tl.load(inputs + token_row[:, None] * stride + column[None, :], mask=mask, other=0.0)
             if KIND == 0:
-                w = _dense_tile(address, row, column, row_ok, column_ok, width, inputs)
+                w = _dense_tile(address, row, column, row_ok, column_ok, width, inputs, ALIGN)
             else:
-                w = _fp8_tile(address, scales, row, column, row_ok, column_ok, width, inputs, SIDE)
+                w = _fp8_tile(
+                    address,
+                    scales,
+                    row,
+                    column,
+                    row_first,
+                    start,
+                    row_ok,
+                    column_ok,
+                    width,
+                    inputs,
+                    SIDE,
+                    ALIGN,
+                )
             acc += tl.dot(x, tl.trans(w), input_precision="ieee")
     else:
         for start in range(0, width // 2, BLOCK_IN // 2):
@@ -111,8 +151,8 @@ def _accumulate(
             )
             x_odd = tl.load(inputs + token_row[:, None] * stride + odd_column[None, :], mask=mask, other=0.0)
             even, odd = _nibble_tiles(
-                address, scales, zeros, zero_offset, row, pair, row_ok, pair_ok, width, inputs,
-                GROUP, KIND == 3, HAS_ZEROS,
+                address, scales, zeros, zero_offset, row, pair, start, row_ok, pair_ok, width, inputs,
+                GROUP, KIND == 3, HAS_ZEROS, ALIGN, BLOCK_OUT, BLOCK_IN // 2,
             )  # fmt: skip
             acc += tl.dot(x_even, tl.trans(even), input_precision="ieee")
             acc += tl.dot(x_odd, tl.trans(odd), input_precision="ieee")
@@ -125,7 +165,7 @@ def _gate_up(
     gate_up, gate_scales, up_scales, zeros, zero_offset, gate_order, up_order, bias,
     KIND: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_ORDER: tl.constexpr,
     HAS_BIAS: tl.constexpr, SIDE: tl.constexpr, ACTIVATION: tl.constexpr,
-    ROW_BYTES_NUM: tl.constexpr, ROW_BYTES_DEN: tl.constexpr,
+    ROW_BYTES_NUM: tl.constexpr, ROW_BYTES_DEN: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(0)
@@ -134,7 +174,8 @@ def _gate_up(
     if first == last:
         return
     base = tl.load(table + expert)
-    row = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    row_first = tl.program_id(1) * BLOCK_OUT
+    row = row_first + tl.arange(0, BLOCK_OUT)
     row_ok = row < inner
     up_base = base + gate_up + inner.to(tl.int64) * width * ROW_BYTES_NUM // ROW_BYTES_DEN
     groups = tl.cdiv(width, GROUP)
@@ -146,7 +187,8 @@ def _gate_up(
         acc = tl.zeros([BLOCK_T, BLOCK_OUT], tl.float32)
         gate = _accumulate(
             acc, x, token, token_ok, base + gate_up, base + gate_scales, base + zeros, zero_offset, base + gate_order,
-            row, row_ok, width, x_stride, KIND, GROUP, HAS_ZEROS, HAS_ORDER, SIDE, BLOCK_IN,
+            row, row_first, row_ok, width, x_stride, KIND, GROUP, HAS_ZEROS, HAS_ORDER, SIDE, ALIGN,
+            BLOCK_OUT, BLOCK_IN,
         )  # fmt: skip
         acc = tl.zeros([BLOCK_T, BLOCK_OUT], tl.float32)
         up_scale_at = base + up_scales
@@ -156,7 +198,8 @@ def _gate_up(
             up_zero_at = base + zeros + inner.to(tl.int64) * groups // 2  # I is even: whole bytes
         up = _accumulate(
             acc, x, token, token_ok, up_base, up_scale_at, up_zero_at, zero_offset, base + up_order,
-            row, row_ok, width, x_stride, KIND, GROUP, HAS_ZEROS, HAS_ORDER, SIDE, BLOCK_IN,
+            row, row_first, row_ok, width, x_stride, KIND, GROUP, HAS_ZEROS, HAS_ORDER, SIDE, ALIGN,
+            BLOCK_OUT, BLOCK_IN,
         )  # fmt: skip
         if HAS_BIAS:
             if KIND == 0:
@@ -182,7 +225,7 @@ def _gate_up(
 def _down(
     hidden, partial, table, order, starts, inner, width, down, scales, zeros, zero_offset, bias,
     KIND: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, SIDE: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(0)
     first = tl.load(starts + expert)
@@ -190,7 +233,8 @@ def _down(
     if first == last:
         return
     base = tl.load(table + expert)
-    row = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    row_first = tl.program_id(1) * BLOCK_OUT
+    row = row_first + tl.arange(0, BLOCK_OUT)
     row_ok = row < width
     for chunk in range(tl.program_id(2), tl.cdiv(last - first, BLOCK_T), tl.num_programs(2)):
         place = first + chunk * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -198,7 +242,7 @@ def _down(
         acc = tl.zeros([BLOCK_T, BLOCK_OUT], tl.float32)
         acc = _accumulate(
             acc, hidden, place.to(tl.int64), token_ok, base + down, base + scales, base + zeros, zero_offset, base,
-            row, row_ok, inner, inner, KIND, GROUP, HAS_ZEROS, False, SIDE, BLOCK_IN,
+            row, row_first, row_ok, inner, inner, KIND, GROUP, HAS_ZEROS, False, SIDE, ALIGN, BLOCK_OUT, BLOCK_IN,
         )  # fmt: skip
         if HAS_BIAS:
             if KIND == 0:
@@ -274,18 +318,19 @@ def run_experts(
     # Decode: one program loops over an expert's tokens. Prefill: programs share them.
     sharing = 1 if tokens <= 64 else triton.cdiv(tokens, 4 * block_t)
     bits = {DENSE: x.element_size() * 8, FP8_BLOCK: 8, INT4: 4, MXFP4: 4}[block.kind]
+    rows, stages = (DECODE_ROWS, 4) if tokens <= 64 else (64, 3)
     shared = {
-        "KIND": block.kind, "SIDE": FP8_BLOCK_SIZE, "BLOCK_T": block_t, "BLOCK_OUT": 64,
-        "BLOCK_IN": 128, "num_warps": 4, "num_stages": 3,
+        "KIND": block.kind, "SIDE": FP8_BLOCK_SIZE, "ALIGN": 16 if inner * width * bits // 8 % 16 == 0 else 1,
+        "BLOCK_T": block_t, "BLOCK_OUT": rows, "BLOCK_IN": FP8_BLOCK_SIZE, "num_warps": 4, "num_stages": stages,
     }  # fmt: skip
-    _gate_up[(num_experts, triton.cdiv(inner, 64), sharing)](
+    _gate_up[(num_experts, triton.cdiv(inner, rows), sharing)](
         x, hidden, table, order, starts, per_token, inner, width, x.stride(0), limit, alpha,
         block.gate_up, block.gate_scales, block.up_scales, block.gate_up_zeros, block.zero_offset, block.gate_order,
         block.up_order, block.gate_up_bias, GROUP=block.group, HAS_ZEROS=block.gate_up_zeros >= 0,
         HAS_ORDER=block.gate_order >= 0, HAS_BIAS=block.gate_up_bias >= 0, ACTIVATION=activation,
         ROW_BYTES_NUM=bits, ROW_BYTES_DEN=8, **shared,
     )  # fmt: skip
-    _down[(num_experts, triton.cdiv(width, 64), sharing)](
+    _down[(num_experts, triton.cdiv(width, rows), sharing)](
         hidden, partial, table, order, starts, inner, width, block.down, block.down_scales, block.down_zeros,
         block.zero_offset, block.down_bias, GROUP=block.down_group or block.group, HAS_ZEROS=block.down_zeros >= 0,
         HAS_BIAS=block.down_bias >= 0, **shared,

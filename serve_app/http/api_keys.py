@@ -26,7 +26,8 @@ KEY_PREFIX = "hr-"
 class KeyEntry(BaseModel):
     """One key of the file; a limit of 0 is none."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # Whoever puts a key where its hash belongs must not find it in the log.
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
     name: str = Field(min_length=1)
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
@@ -38,7 +39,7 @@ class KeyEntry(BaseModel):
 class KeyFile(BaseModel):
     """The file."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
 
     keys: list[KeyEntry]
 

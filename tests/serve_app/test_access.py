@@ -180,6 +180,14 @@ def test_a_wrong_file_stops_the_start(tmp_path: Path, content: str) -> None:
         KeyRing(tmp_path / "missing.json")
 
 
+def test_a_key_in_the_place_of_its_hash_is_not_shown(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    file.write_text(json.dumps({"keys": [{"name": "a", "sha256": "hr-the-key-itself"}]}))
+    with pytest.raises(ConfigError, match="sha256") as refused:
+        KeyRing(file)
+    assert "hr-the-key-itself" not in str(refused.value)
+
+
 def test_a_new_key_is_shown_once_and_fits_its_entry(capsys: pytest.CaptureFixture[str]) -> None:
     key, entry = new_key("dave")
     assert entry == {"name": "dave", "sha256": hash_key(key)}

@@ -6,7 +6,6 @@ from enum import Enum
 
 import numpy as np
 
-from memory.api import NO_MATCH, PrefixMatch
 from worker.api import GenerateRequest, RequestTimeline
 from worker.scheduling.step import IntArray
 
@@ -31,7 +30,6 @@ class Request:
         "branch_tokens",
         "first_token_s",
         "generated",
-        "match",
         "num_cached_tokens",
         "num_retractions",
         "number",
@@ -50,7 +48,6 @@ class Request:
         self.status = Status.WAITING
         self.generated: list[int] = []
         self.prefill: IntArray = np.asarray(asked.prompt_token_ids, dtype=np.int64)
-        self.match: PrefixMatch = NO_MATCH
         self.branch_tokens = 0
         """how many leading tokens an earlier prompt shares: a place to keep the state"""
         self.num_cached_tokens = 0

@@ -109,7 +109,9 @@ def test_a_snapshot_says_what_goes_on() -> None:
     assert seen.generated_tokens == sum(len(desk.tokens(f"r{number}")) for number in range(4))
     assert seen.headroom.kinds["full"].used_bytes > 0
     full = desk.ledger.specs["full"]
-    assert seen.extra["kv_bytes_per_token"] == full.page_bytes / full.page_tokens, "placement prices room by it"
+    assert seen.extra["kv_bytes_per_token"] == full.page_bytes / full.page_tokens, (
+        "placement prices room by it"
+    )
     desk.scheduler.running.send_back(1)
     clock = desk.scheduler.statistics.retractions
     assert clock.num_retractions == 1

@@ -12,6 +12,7 @@ PREFIXES = "tests/worker/scheduling/test_scheduler_prefixes.py"
 LOOP = "tests/worker/test_loop.py"
 NATIVE = "tests/worker/test_native_engine.py"
 CONTRACT = "tests/worker/test_engine_contract.py"
+SURVIVES = "tests/worker/test_engine_survives.py"
 
 FAULTS = [
     Fault(
@@ -216,5 +217,26 @@ FAULTS = [
         old='raise LedgerError(f"request {request} was released twice or never granted")',
         new="return",
         tests=(f"{MEMORY}::test_the_free_lists_hold_to_their_books",),
+    ),
+    Fault(
+        "engine: an id is taken again while its earlier request is being ended",
+        "worker.engines.native",
+        old="if self._in_use(request.request_id):",
+        new="if request.request_id in self._streams:",
+        tests=(f"{SURVIVES}::test_the_id_of_a_request_whose_reader_left_is_free_only_when_it_has_ended",),
+    ),
+    Fault(
+        "scheduler: a grammar that gives up stops the loop for all",
+        "worker.scheduling.applying",
+        old="except GrammarFailed as error:",
+        new="except KeyError as error:",
+        tests=(f"{SURVIVES}::test_a_grammar_that_gives_up_ends_its_own_request_with_the_reason",),
+    ),
+    Fault(
+        "scheduler: a grammar and a least length leave no token to draw",
+        "worker.scheduling.scheduler",
+        old="if asked.sampling.min_tokens:",
+        new="if False:",
+        tests=(f"{SURVIVES}::test_a_least_length_beside_a_grammar_is_refused",),
     ),
 ]

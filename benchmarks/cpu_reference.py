@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -90,12 +91,14 @@ def sample_prompts(folder: Path, lengths: Sequence[int], seed: int = 0) -> list[
 @dataclass(frozen=True)
 class Timing:
     """Seconds and tokens of a run, prefill and decode apart. ``decode_tokens`` leaves out each row's first token,
-    which the prefill brings."""
+    which the prefill brings; ``steps_s`` are the decode steps' seconds, each of ``num_rows`` tokens."""
 
     prefill_s: float
     prefill_tokens: int
     decode_s: float
     decode_tokens: int
+    num_rows: int
+    steps_s: tuple[float, ...]
 
     @property
     def prefill_rate(self) -> float:
@@ -106,6 +109,12 @@ class Timing:
     def decode_rate(self) -> float:
         """Generated tokens per second while nothing is prefilled."""
         return self.decode_tokens / self.decode_s
+
+    @property
+    def step_rate(self) -> float:
+        """Generated tokens per second at the lower quartile of step times: what other work on the machine distorts
+        less than the mean."""
+        return self.num_rows / sorted(self.steps_s)[len(self.steps_s) // 4]
 
     @property
     def total_s(self) -> float:
@@ -119,6 +128,8 @@ class Timing:
             self.prefill_tokens + other.prefill_tokens,
             self.decode_s + other.decode_s,
             self.decode_tokens + other.decode_tokens,
+            self.num_rows,
+            self.steps_s + other.steps_s,
         )
 
 
@@ -135,13 +146,15 @@ def time_reference(folder: Path, prompts: Sequence[Sequence[int]], num_new: int)
     start = time.perf_counter()
     out = model(token_ids, use_cache=True, logits_to_keep=1, **padded)
     next_ids = out.logits[:, -1].argmax(-1, keepdim=True)
-    middle = time.perf_counter()
+    stamps = [time.perf_counter()]
     for _ in range(num_new - 1):
         if padded:
             mask = torch.cat([mask, torch.ones_like(next_ids)], 1)
             padded = {"attention_mask": mask, "position_ids": mask.sum(-1, keepdim=True) - 1}
         out = model(next_ids, past_key_values=out.past_key_values, use_cache=True, **padded)
         next_ids = out.logits[:, -1].argmax(-1, keepdim=True)
-    end = time.perf_counter()
+        stamps.append(time.perf_counter())
     num_prompt = sum(len(prompt) for prompt in prompts)
-    return Timing(middle - start, num_prompt, end - middle, len(prompts) * (num_new - 1))
+    decoded = len(prompts) * (num_new - 1)
+    steps_s = tuple(after - before for before, after in pairwise(stamps))
+    return Timing(stamps[0] - start, num_prompt, stamps[-1] - stamps[0], decoded, len(prompts), steps_s)

@@ -4,8 +4,9 @@
 
 ``batch1_ratio``: one request, ours over transformers. At 16 prompts of 128 tokens: ``aggregate16_ratio`` over
 transformers one after the other, ``batch16_ratio`` over its own left-padded batch. ``mixed16_ratio``: 16 prompts of
-20-1,500 tokens over transformers one after the other. Ratios are of decode rates; prefill, and both together, have
-their own columns. The reference runs bare cached forward passes, which is faster than its ``generate``.
+20-1,500 tokens over transformers one after the other. Ratios are of decode rates (``step_ratio``: at the lower
+quartile of step times, for machines with other work); prefill, and both together, have their own columns. The
+reference runs bare cached forward passes, which is faster than its ``generate``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.cpu_accuracy import draw_lengths
-from benchmarks.cpu_engine import time_engine
+from benchmarks.cpu_engine import StepClock
 from benchmarks.cpu_profile import profile_decode
 from benchmarks.cpu_reference import ROOT, Timing, sample_prompts, time_reference
 from benchmarks.report import Conditions, Report, Value, publish, report_parser
@@ -36,7 +37,7 @@ def one_by_one(folder: Path, prompts: Sequence[Sequence[int]], num_new: int) -> 
     return found
 
 
-def open_engine(folder: Path, threads: int) -> NativeEngine:
+def open_engine(folder: Path, threads: int, clock: StepClock) -> NativeEngine:
     """The engine as it serves, without prefix cache, so that every prompt is computed."""
     return NativeEngine(
         WorkerConfig(
@@ -47,7 +48,8 @@ def open_engine(folder: Path, threads: int) -> NativeEngine:
             max_step_tokens=2048,
             prefix_cache=False,
             num_threads=threads,
-        )
+        ),
+        record=clock.record,
     )
 
 
@@ -57,10 +59,11 @@ def best_of(runs: Sequence[Timing]) -> Timing:
 
 
 def compare_row(name: str, ours: Timing, reference: Timing) -> dict[str, Value]:
-    """A line of the report: ratio of decode rates, of prefill rates, and of whole runs of equal work."""
+    """A line of the report: ratios of decode rates, of prefill rates, and of whole runs of equal work."""
     return {
         "figure": name,
         "ratio": ours.decode_rate / reference.decode_rate,
+        "step_ratio": ours.step_rate / reference.step_rate,
         "prefill_ratio": ours.prefill_rate / reference.prefill_rate,
         "whole_ratio": (reference.total_s / reference.prefill_tokens) / (ours.total_s / ours.prefill_tokens),
         "decode_tok_s": ours.decode_rate,
@@ -71,22 +74,22 @@ def compare_row(name: str, ours: Timing, reference: Timing) -> dict[str, Value]:
 
 
 def measure(
-    folder: Path, engine: NativeEngine, num_new: int, repeats: int, seed: int
+    folder: Path, engine: NativeEngine, clock: StepClock, num_new: int, repeats: int, seed: int
 ) -> list[dict[str, Value]]:
     """All four comparisons; reference and engine take turns."""
     short = sample_prompts(folder, [PROMPT_TOKENS] * AT_ONCE, seed)
     mixed = sample_prompts(folder, draw_lengths(AT_ONCE, random.Random(seed)), seed)
     time_reference(folder, short[:1], 4)
-    time_engine(engine, short[:1], 4)
+    clock.time(engine, short[:1], 4)
     runs: dict[str, list[Timing]] = {}
     for repeat in range(repeats):
         # Taking turns, so that the machine's other work meets both alike.
         runs.setdefault("single", []).append(time_reference(folder, short[:1], num_new))
-        runs.setdefault("alone", []).append(time_engine(engine, short[:1], num_new))
+        runs.setdefault("alone", []).append(clock.time(engine, short[:1], num_new))
         runs.setdefault("sequential", []).append(one_by_one(folder, short[:4], num_new))
-        runs.setdefault("together", []).append(time_engine(engine, short, num_new))
+        runs.setdefault("together", []).append(clock.time(engine, short, num_new))
         runs.setdefault("batch", []).append(time_reference(folder, short, num_new))
-        runs.setdefault("mixed", []).append(time_engine(engine, mixed, num_new))
+        runs.setdefault("mixed", []).append(clock.time(engine, mixed, num_new))
         if repeat == 0:
             runs["mixed sequential"] = [one_by_one(folder, mixed, num_new)]
     best = {name: best_of(timings) for name, timings in runs.items()}
@@ -108,9 +111,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    engine = open_engine(options.model, options.threads)
+    clock = StepClock()
+    engine = open_engine(options.model, options.threads, clock)
     try:
-        rows = measure(options.model, engine, options.new_tokens, options.repeats, options.seed)
+        rows = measure(options.model, engine, clock, options.new_tokens, options.repeats, options.seed)
     finally:
         engine.close()
     prompts = sample_prompts(options.model, [PROMPT_TOKENS] * AT_ONCE, options.seed)

@@ -1,6 +1,7 @@
 """Decides on the device which experts have places: hits are stamped, misses take victims, the rest is read in place.
 
-Everything is tensor operations of fixed shape without a look at a value by the host, so that a step can be captured.
+Everything is tensor operations of fixed shape on tables that stay where they are, without a look at a value by the
+host, so that ``decide`` and ``publish`` can be captured.
 The order within a step: :meth:`Residency.apply` (bans, allows), :meth:`Residency.begin_step` (one scan refills the
 queue of victims), then per layer :meth:`Residency.decide`, the experts' products, :meth:`Residency.publish`.
 
@@ -76,7 +77,8 @@ class Residency:
         self._base, self._place_bytes, self.num_places = base_address, place_bytes, num_places
         self._rules = rules
         # Each table has one entry more: where masked writes go.
-        self._flat_address = torch.cat([host_address.flatten(), host_address.new_zeros(1)])
+        self._flat_host = torch.cat([host_address.flatten(), host_address.new_zeros(1)])
+        self._flat_address = self._flat_host.clone()
         self._owner = torch.full((num_places + 1,), BANNED, dtype=torch.int64, device=device)
         self._stamp = torch.full((num_places + 1,), -1, dtype=torch.int64, device=device)
         self._generation = torch.zeros(num_places + 1, dtype=torch.int64, device=device)
@@ -130,7 +132,7 @@ class Residency:
         usable = (self.owner != BANNED).sum()
         thawed = self._demand < THAW_SHARE * usable
         if self._rules.freezes:
-            self.frozen = torch.where(self._demand > usable, True, torch.where(thawed, False, self.frozen))
+            self.frozen.copy_((self._demand > usable) | (self.frozen & ~thawed))
         self._demand.zero_()
         self._step.fill_(step)
         self._uses *= FREQUENCY_DECAY
@@ -138,7 +140,7 @@ class Residency:
         worth = torch.where(self.owner == FREE, -1.0, worth)
         worth = torch.where(self.owner == BANNED, torch.inf, worth)
         order = torch.argsort(worth, stable=True)[: len(self._queue)]
-        self._queue = torch.where(self.owner[order] == BANNED, self.num_places, order)
+        self._queue.copy_(torch.where(self.owner[order] == BANNED, self.num_places, order))
 
     def decide(self, row: int, experts: torch.Tensor, stamping: torch.Tensor) -> torch.Tensor:
         """Which of a layer's missing experts take a place now.
@@ -198,8 +200,7 @@ class Residency:
 
     def _host_of(self, flat: torch.Tensor) -> torch.Tensor:
         """Host addresses by row * experts + expert; the last, unused entry stays 0."""
-        known = torch.cat([self._host.flatten(), self._host.new_zeros(1)])
-        return known[flat]
+        return self._flat_host[flat]
 
     def _worth(self, flat: torch.Tensor) -> torch.Tensor:
         """The policy's score of experts; callers mask what is below 0."""

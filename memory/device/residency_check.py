@@ -62,4 +62,4 @@ class ResidencyCheck:
         kept = self.found.clone()
         fresh = torch.where((kept[0] == 0) & wrong.any(), report, kept)
         fresh[0] = kept[0] + report[0]
-        self.found = fresh
+        self.found.copy_(fresh)

@@ -44,7 +44,12 @@ class HostRegion:
         self.data = whole[skip : skip + num_bytes]
 
     def _open_shared(self, path: Path, num_bytes: int) -> mmap.mmap:
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        # The folder is everybody's: a link, or a file that another user put there, is not to be trusted with weights.
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        if os.fstat(self._file).st_uid != os.geteuid():
+            raise PermissionError(
+                f"host_store=shared: {path} belongs to another user; use host_store=private"
+            )
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import time
 import uuid
 from collections.abc import Iterator
@@ -113,3 +114,23 @@ def test_removing_ends_the_file(name: str) -> None:
     assert (SHARED_FOLDER / f"headroom-{name}").stat().st_mode & 0o077 == 0
     assert remove_shared(name)
     assert not remove_shared(name)
+
+
+def test_what_somebody_else_put_under_the_name_is_not_taken(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(HostExperts(BLOCKS, name), 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        with pytest.raises(PermissionError, match="host_store=private"):
+            HostExperts(BLOCKS, name)
+    remove_shared(name)
+    target = SHARED_FOLDER / f"{name}-target"
+    target.write_bytes(b"precious")
+    try:
+        (SHARED_FOLDER / f"headroom-{name}").symlink_to(target)
+        with pytest.raises(OSError, match="symbolic link"):
+            HostExperts(BLOCKS, name)
+        assert target.read_bytes() == b"precious"
+    finally:
+        target.unlink()

@@ -12,6 +12,7 @@ from kernels._triton import experts as triton_experts
 from kernels.pointwise import GatedActivation
 from tests.helpers.formats import CONFIGS, MadeExpert, format_of, make_expert, with_group
 from worker.errors import ModelLoadError
+from worker.execution.quantized import DenseFormat
 from worker.experts.block_format import block_format
 from worker.quantization.base import ExpertShape, Format
 from worker.quantization.choose import find_format, part_offset
@@ -224,3 +225,29 @@ def test_unsorted_groups_need_act_order_in_the_configuration() -> None:
     assert isinstance(wrong, Int4)
     with pytest.raises(ModelLoadError, match="desc_act"):
         wrong.pack(made.tensors, shape, torch.zeros(wrong.block_layout(shape).num_bytes, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("name", [n for n in CONFIGS if n not in ("unquantized", "mxfp4")])
+def test_a_dense_linear_means_what_the_checkpoint_means(name: str) -> None:
+    """Attention and dense MLPs are dequantised at load, act-order put back into the inputs' order."""
+    format, made = format_of(CONFIGS[name]), make_expert(CONFIGS[name], ExpertShape(96, 64), 5)
+    assert isinstance(format, DenseFormat)
+    suffixes = format.linear_suffixes()
+    for linear, meaning in made.meaning.items():
+        tensors = {s: t for s in suffixes if (t := made.tensors.get(f"{linear}.{s}")) is not None}
+        found = format.dequantize_linear(tensors)
+        np.testing.assert_allclose(found, meaning, rtol=1e-6, atol=1e-9)
+        first = "weight" if "weight" in suffixes else suffixes[0]
+        assert format.linear_shape(first, tuple(tensors[first].shape)) == meaning.shape
+
+
+def test_group_size_is_a_property_of_the_tensors() -> None:
+    """A configuration that says 128 for tensors in groups of 32 and 64 does not mislead."""
+    config = CONFIGS["awq"]
+    assert config is not None
+    format = format_of(with_group(config, 128))
+    assert isinstance(format, Int4)
+    fitted = format.fitted(ExpertShape(256, 192), (8, 192), (3, 256))
+    assert fitted.groups(ExpertShape(256, 192)) == (32, 64)
+    with pytest.raises(ModelLoadError, match="no known size"):
+        format.fitted(ExpertShape(256, 192), (7, 192), (3, 256))

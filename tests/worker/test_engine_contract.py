@@ -294,6 +294,9 @@ def test_token_ids_outside_the_vocabulary_are_refused_by_field(engine: Engine) -
     with pytest.raises(InvalidRequest) as caught:
         engine.submit(ask("a", logit_bias=((vocab_size, 1.0),)))
     assert caught.value.field == "logit_bias"
+    with pytest.raises(InvalidRequest, match="not in the vocabulary") as caught:
+        engine.submit(ask("a", max_tokens=4, min_tokens=2, stop_token_ids=(2**31 - 1,)))
+    assert caught.value.field == "stop_token_ids"
 
 
 def test_snapshots_count_and_travel(engine: Engine) -> None:

@@ -13,6 +13,9 @@ from kernels.sampling import allow_only, draw, greedy, noise_keys, penalise
 from worker.api import SamplingParams, TokenLogprobs
 from worker.scheduling.step import IntArray, StartedRow, StepPlan
 
+LEAST_TEMPERATURE = 1e-6
+"""Below it a row is greedy: dividing float32 logits by less overflows, and noise could not change the choice anyway."""
+
 
 @dataclass(frozen=True, slots=True)
 class DrawnLogprobs:
@@ -105,7 +108,7 @@ class Sampler:
         penalised = (
             params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
         )
-        self._greedy[slot] = params.temperature == 0
+        self._greedy[slot] = params.temperature < LEAST_TEMPERATURE
         self._penalised[slot] = penalised
         self._plain[slot] = not (penalised or bias or early)
         self._logprobs[slot] = -1 if params.logprobs is None else params.logprobs
@@ -117,7 +120,7 @@ class Sampler:
             params.frequency_penalty,
             params.repetition_penalty,
         )
-        self._top_k[slot] = params.top_k
+        self._top_k[slot] = min(params.top_k, self._vocab_size)  # a client's number may exceed 64 bits
         self._seeds[slot] = row.seed
         if penalised:
             self._count_known(row)

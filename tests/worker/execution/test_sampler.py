@@ -121,6 +121,16 @@ def test_random_rows_use_seed_and_position_of_the_new_token() -> None:
     assert tokens(sampler.sample(make_plan([0, 1], [16, 16]), logits)) == expected
 
 
+def test_extreme_numbers_of_a_client_are_no_trouble() -> None:
+    everything = SamplingParams(temperature=1.0, top_k=2**63)
+    cold = SamplingParams(temperature=1e-300)
+    sampler = make_sampler((0, everything, (1,), 1), (1, cold, (1,), 1))
+    logits = torch.randn(2, VOCABULARY)
+    noise = gumbel_noise(noise_keys(torch.tensor([11]), torch.tensor([17])), VOCABULARY)
+    expected = [int((logits[:1] + noise).argmax()), int(logits[1].argmax())]
+    assert tokens(sampler.sample(make_plan([0, 1], [16, 16]), logits)) == expected
+
+
 def test_masks_bind_greedy_and_random_rows_and_leave_log_probabilities_raw() -> None:
     params = SamplingParams(temperature=1.0, logprobs=0)
     sampler = make_sampler(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -178,8 +178,3 @@ class TableExperts:
         return run_experts(
             x.contiguous(), weights, experts, self._table, self._where, self._inner, self._activation
         )
-
-
-def layer_counts(pager: ExpertPager, lane: int) -> Mapping[int, int]:
-    """One lane's count by model layer; waits for the device."""
-    return dict(zip(pager.host.layers, pager.residency.counts[lane].tolist(), strict=True))

@@ -69,6 +69,8 @@ class StepClock:
 
     def record(self, plan: StepPlan, result: StepResult) -> None:
         """Notes when a step was done, how many tokens it brought, and whether it prefilled."""
+        if plan.num_rows == 0:  # it carried memory's commands only
+            return
         prefills = bool((plan.query_len > 1).any())
         self._steps.append((time.perf_counter(), int(result.num_new.sum()), prefills))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from contextlib import closing
 
@@ -11,7 +12,15 @@ import numpy.typing as npt
 import pytest
 
 from tests.helpers.fake_runner import FakeRunner, full_spec, state_spec, window_spec
-from worker.api import Engine, FinishReason, GenerateRequest, Grammar, SamplingParams, TokenEvent
+from worker.api import (
+    Engine,
+    FinishReason,
+    GenerateRequest,
+    Grammar,
+    SamplingParams,
+    TokenEvent,
+    WorkerSnapshot,
+)
 from worker.config import WorkerConfig
 from worker.engines.native import NativeEngine
 from worker.errors import GrammarFailed, InvalidRequest
@@ -107,3 +116,29 @@ def test_the_id_of_a_request_whose_reader_left_is_free_only_when_it_has_ended() 
 
     with closing(engine()) as served:
         asyncio.run(drive())
+
+
+def test_no_snapshot_misses_a_request_that_an_earlier_one_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = engine()
+    seen: list[int] = []
+    readers: list[threading.Thread] = []
+    take = served._take_snapshot
+
+    def slow_take() -> WorkerSnapshot:
+        # Another thread asks while the loop has the request in hand: it waits, or is told of it.
+        readers.append(threading.Thread(target=lambda: seen.append(served.snapshot().num_submitted)))
+        readers[-1].start()
+        readers[-1].join(0.05)
+        return take()
+
+    async def drive() -> None:
+        served.submit(GenerateRequest("one", (1, 2, 3), SamplingParams(max_tokens=2, ignore_eos=True)))
+        await last_event(served, "one")
+
+    monkeypatch.setattr(served, "_take_snapshot", slow_take)
+    with closing(served):
+        asyncio.run(drive())
+        for reader in readers:
+            reader.join(5)
+    assert seen
+    assert set(seen) == {1}

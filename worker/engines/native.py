@@ -286,8 +286,8 @@ class NativeEngine:
             events: list[TokenEvent] = []
             while self._aborted:
                 events.extend(self._scheduler.abort(self._aborted.popleft()))
-        if changed:
-            self._publish()
+            if changed:
+                self._publish()  # under the lock: no snapshot may miss what it counted a moment ago
         self._streams.put_all(events)
         return True
 

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.replay import settling, step_time
-from benchmarks.replay.cases import RATIOS, Case, published_cases, trace_cases
+from benchmarks.replay.cases import RATIOS, TRACE_JOBS, Case, published_cases, trace_cases
 from benchmarks.replay.simulator import Outcome
 from benchmarks.replay.sweep import Comparison, calibrate, compare
 
@@ -81,6 +81,9 @@ def conditions() -> dict[str, str | float]:
         "expert popularity exponent (assumed)": step_time.POPULARITY,
         "output lengths": "unknown to the scheduler, which sees max_tokens only",
         "grain": "one simulated token stands for 8 to 32 real ones; bytes, lengths and times are real",
+        "traces": ", ".join(
+            f"{name}: first {n} at {x:g} times the pace" for name, (n, x) in TRACE_JOBS.items()
+        ),
         "ratios": ", ".join(map(str, RATIOS)),
     }
 

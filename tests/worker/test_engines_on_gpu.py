@@ -47,6 +47,7 @@ def run(name: str, device: str) -> list[list[tuple[int, float, float]]]:
 @pytest.mark.parametrize("name", ["native", "transformers"])
 def test_an_engine_answers_on_the_gpu_as_on_the_cpu(name: str) -> None:
     there, here = run(name, "cuda"), run("native", "cpu")
+    num_compared = 0
     for on_gpu, on_cpu in zip(there, here, strict=True):
         assert len(on_gpu) == len(on_cpu) == SAMPLING.max_tokens
         for got, want in zip(on_gpu, on_cpu, strict=True):
@@ -54,3 +55,5 @@ def test_an_engine_answers_on_the_gpu_as_on_the_cpu(name: str) -> None:
                 break  # a near tie may fall either way, and all behind it differs
             assert got[0] == want[0]
             assert got[1] == pytest.approx(want[1], abs=2e-3)
+            num_compared += 1
+    assert num_compared >= SAMPLING.max_tokens * len(PROMPTS) // 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from memory.device.residency import Lane
@@ -11,6 +13,7 @@ from tests.helpers.tiny import tiny_folder
 from worker.config import WorkerConfig
 from worker.execution.runner import ModelRunner
 from worker.models.paged import table_experts
+from worker.quantization.convert import convert
 
 BATCHES = (1, 2, 7, 64)
 SHARES = (0.1, 0.31, 0.72, 1.0)
@@ -93,3 +96,23 @@ def test_bands_take_places_and_give_them_back() -> None:
     assert allowed > 0
     want = replay_steps(ModelRunner(config, table_experts), steps, config.arena_bytes)
     assert same_results(want, [step.result for step in steps])
+
+
+@pytest.mark.parametrize("format", ["unquantized", "fp8_block", "int4", "mxfp4"])
+def test_the_demonstration_model_is_exact_at_every_share(format: str, tmp_path: Path) -> None:
+    """The same on trained weights: 8 layers of 32 experts, linear, sliding and full attention."""
+    demo = Path(__file__).parents[3] / "demo" / "model"
+    folder = demo if format == "unquantized" else convert(demo, tmp_path, format)
+    arena_bytes, experts = 1 << 26, 8 * 32
+    config = WorkerConfig(
+        model=str(folder), device="cpu", arena_bytes=arena_bytes, max_running=64, num_threads=1
+    )
+    size = place_bytes(config)
+    steps = record_steps(with_places(config, size, 25), BATCHES, prompt_tokens=6, new_tokens=4)
+    want = replay_steps(ModelRunner(config, table_experts), steps, arena_bytes)
+    assert same_results(want, [step.result for step in steps])
+    for share in SHARES:
+        runner = ModelRunner(with_places(config, size, int(share * experts)))
+        assert same_results(replay_steps(runner, steps, arena_bytes), want), f"{share:.0%} of the experts"
+        assert runner.pager is not None
+        assert runner.pager.num_places == int(share * experts)

@@ -94,6 +94,15 @@ FAULTS = [
         tests=(f"{HTTP}::test_choices_of_one_seed_differ_and_repeat",),
     ),
     Fault(
+        "choices: an answer keeps its place unread until all are open",
+        "serve_app.http.choices",
+        old="            async for piece in read_output(events, model.text, plan.stop, plan.keep_special):\n",
+        new="            while not joined._holds_back:\n"
+        "                await asyncio.sleep(0.01)\n"
+        "            async for piece in read_output(events, model.text, plan.stop, plan.keep_special):\n",
+        tests=(f"{DISPATCH}::test_choices_for_which_there_is_no_room_at_once_follow_one_another[False]",),
+    ),
+    Fault(
         "every token is a message",
         "serve_app.deployments.engine_server",
         old="                    await asyncio.sleep(interval_s(self.num_streams, self._coalescing))",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -63,25 +63,51 @@ async def start_answers(backend: Backend, model: ServedModel, plan: AnswerPlan) 
     count = len(plan.prompts) * plan.num_choices
     if count > MAX_ANSWERS:
         raise InvalidRequest("n", f"{count} answers in one request are more than {MAX_ANSWERS}.")
-    if count == 1:
-        events = [await _open(backend, model, plan, 0)]
-    else:
-        events = await _open_all(backend, model, plan, count)
-    outputs = [read_output(stream, model.text, plan.stop, plan.keep_special) for stream in events]
-    return _single(outputs[0]) if count == 1 else _joined(outputs, events)
+    if count > 1:
+        return await _start_all(backend, model, plan, count)
+    events = await _open(backend, model, plan, 0)
+    return _single(read_output(events, model.text, plan.stop, plan.keep_special))
 
 
-async def _open_all(backend: Backend, model: ServedModel, plan: AnswerPlan, count: int) -> list[TokenStream]:
-    opening = [asyncio.create_task(_open(backend, model, plan, index)) for index in range(count)]
+async def _start_all(backend: Backend, model: ServedModel, plan: AnswerPlan, count: int) -> Answers:
+    """Reads each answer from the moment it is open: one that is not read keeps its place at the worker, and those that
+    wait for a place would wait for it, as would those of another request."""
+    joined = _JoinedAnswers(count)
+    opened = [asyncio.get_running_loop().create_future() for _ in range(count)]
+    for index, future in enumerate(opened):
+        joined.start(_read(backend, model, plan, index, future, joined))
     try:
-        return list(await asyncio.gather(*opening))
+        await asyncio.gather(*opened)
     except BaseException:
-        for task in opening:
-            task.cancel()
-        for opened in await asyncio.gather(*opening, return_exceptions=True):
-            if not isinstance(opened, BaseException):
-                await opened.aclose()
+        await joined.aclose()
         raise
+    joined.hold_back()
+    return joined
+
+
+async def _read(
+    backend: Backend,
+    model: ServedModel,
+    plan: AnswerPlan,
+    index: int,
+    opened: asyncio.Future[None],
+    joined: _JoinedAnswers,
+) -> None:
+    try:
+        events = await _open(backend, model, plan, index)
+    except Exception as error:
+        if not opened.done():
+            opened.set_exception(error)
+        return
+    async with aclosing(events):
+        if not opened.done():
+            opened.set_result(None)
+        try:
+            async for piece in read_output(events, model.text, plan.stop, plan.keep_special):
+                await joined.put((index, piece))
+            await joined.put(_END)
+        except Exception as error:
+            await joined.put(error)
 
 
 async def _open(backend: Backend, model: ServedModel, plan: AnswerPlan, index: int) -> TokenStream:
@@ -125,34 +151,53 @@ async def _single(stream: AsyncIterator[OutputPiece]) -> Answers:
             yield 0, piece
 
 
-async def _joined(outputs: Sequence[AsyncIterator[OutputPiece]], events: Sequence[TokenStream]) -> Answers:
-    """The outputs' pieces as they come; the first error of one ends all."""
-    # One place per output: a slow reader stops the pumps, and the engine's own mailboxes merge what waits.
-    queue: asyncio.Queue[tuple[int, OutputPiece | Exception | None]] = asyncio.Queue(len(outputs))
-    pumps = [asyncio.create_task(_pump(index, output, queue)) for index, output in enumerate(outputs)]
-    try:
-        running = len(pumps)
-        while running:
-            index, item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
+class _JoinedAnswers:
+    """The pieces of several answers as they come; the first error of one ends all. Closing it ends their tasks."""
+
+    def __init__(self, count: int) -> None:
+        self._running = count
+        self._tasks: list[asyncio.Task[None]] = []
+        # One place per answer: a slow reader stops the tasks, and the engine's own mailboxes merge what waits.
+        self._places = asyncio.Semaphore(count)
+        self._holds_back = False
+        self._queue: asyncio.Queue[tuple[bool, tuple[int, OutputPiece] | Exception | None]] = asyncio.Queue()
+
+    def start(self, reading: Coroutine[Any, Any, None]) -> None:
+        """Takes in a task that puts one answer's pieces, and :data:`_END` or its error at last."""
+        self._tasks.append(asyncio.create_task(reading))
+
+    def hold_back(self) -> None:
+        """From here on somebody reads: the tasks keep to the reader's pace."""
+        self._holds_back = True
+
+    async def put(self, item: tuple[int, OutputPiece] | Exception | None) -> None:
+        """Hands an item to the reader; waits for a place where it holds back."""
+        takes_place = self._holds_back
+        if takes_place:
+            await self._places.acquire()
+        self._queue.put_nowait((takes_place, item))
+
+    def __aiter__(self) -> _JoinedAnswers:
+        return self
+
+    async def __anext__(self) -> tuple[int, OutputPiece]:
+        while self._running:
+            took_place, item = await self._queue.get()
+            if took_place:
+                self._places.release()
             if item is _END:
-                running -= 1
+                self._running -= 1
+            elif isinstance(item, Exception):
+                await self.aclose()
+                raise item
             else:
-                yield index, item
-    finally:
-        for pump in pumps:
-            pump.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
-        for stream in events:  # a pump that never ran has not closed its own
-            await stream.aclose()
+                return item
+        await self.aclose()
+        raise StopAsyncIteration
 
-
-async def _pump(index: int, output: AsyncIterator[OutputPiece], queue: asyncio.Queue[Any]) -> None:
-    try:
-        async with aclosing(cast("Any", output)):
-            async for piece in output:
-                await queue.put((index, piece))
-        await queue.put((index, _END))
-    except Exception as error:
-        await queue.put((index, error))
+    async def aclose(self) -> None:
+        """Aborts what still runs; may be called twice."""
+        self._running = 0
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

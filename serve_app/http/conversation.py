@@ -69,6 +69,8 @@ def tool_arguments(arguments: str | Mapping[str, Any] | None, where: str) -> Map
         found = json.loads(arguments)
     except ValueError as error:
         raise InvalidRequest(f"{where}.function.arguments", f"The arguments are not JSON: {error}") from error
+    except RecursionError as error:
+        raise InvalidRequest(f"{where}.function.arguments", "The arguments are nested too deeply.") from error
     if not isinstance(found, dict):
         raise InvalidRequest(f"{where}.function.arguments", "The arguments are JSON, but no object.")
     return found

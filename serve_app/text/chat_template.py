@@ -74,7 +74,7 @@ class ChatTemplate:
             raise InvalidRequest(
                 "messages", f"The model's chat template refuses the conversation: {error}"
             ) from error
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
+        except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
             raise InvalidRequest(
                 "messages", f"The model's chat template cannot render the conversation: {error}"
             ) from error

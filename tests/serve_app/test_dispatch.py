@@ -236,6 +236,20 @@ def test_one_failing_choice_ends_the_others(quick: Path) -> None:
     served(quick, use, max_running=2, max_queue=1)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_choices_for_which_there_is_no_room_at_once_follow_one_another(quick: Path, stream: bool) -> None:
+    async def use(cluster: Cluster) -> None:
+        # Two requests of twenty choices each, two of which fit: none may keep its place from the others.
+        answers = await asyncio.gather(*(ask(cluster, n=20, stream=stream) for _ in range(2)))
+        assert [answer.status_code for answer in answers] == [200, 200]
+        for answer in answers:
+            bodies = [json.loads(c) for c in sse_chunks(answer.text)[:-1]] if stream else [answer.json()]
+            ended = [c["index"] for body in bodies for c in body["choices"] if c["finish_reason"] == "stop"]
+            assert sorted(ended) == list(range(20))
+
+    served(quick, use, max_running=2, queue_timeout_s=5.0)
+
+
 def test_later_tokens_come_gathered_the_first_at_once(tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path / "m", script=scripted("x" * 200, tokens_per_s=500.0))
 

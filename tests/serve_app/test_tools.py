@@ -233,11 +233,12 @@ def test_a_conversation_with_calls_and_results_is_rendered(tmp_path: Path) -> No
     async def use(cluster: Cluster) -> None:
         answer = await ask(cluster, messages=turns, tools=TOOLS)
         assert answer["message"]["content"] == "Rain."
-        bad = {**call, "function": {"name": "now", "arguments": "{"}}
-        turns[1]["tool_calls"] = [bad]  # type: ignore[index]
-        response = await cluster.client.post("/v1/chat/completions", json={"messages": turns})
-        assert response.status_code == 400
-        assert response.json()["error"]["param"] == "messages.1.tool_calls.0.function.arguments"
+        for text in ("{", '{"a": ' + "[" * 100_000):
+            bad = {**call, "function": {"name": "now", "arguments": text}}
+            turns[1]["tool_calls"] = [bad]  # type: ignore[index]
+            response = await cluster.client.post("/v1/chat/completions", json={"messages": turns})
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] == "messages.1.tool_calls.0.function.arguments"
 
     served(folder, use)
 

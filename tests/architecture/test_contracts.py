@@ -85,7 +85,10 @@ def test_pure_halves_load_neither_torch_nor_ray() -> None:
     assert ran.stdout.strip() == "[]", ran.stdout + ran.stderr
 
 
-CHECK_KERNELS = "import kernels, pathlib, sys; sys.exit(pathlib.Path(kernels.__file__).parent.parent != pathlib.Path({root!r}))"
+CHECK_KERNELS = (
+    "import kernels, pathlib, sys; "
+    "sys.exit(pathlib.Path(kernels.__file__).parent.parent != pathlib.Path({root!r}))"
+)
 
 
 def run_kernels_check(path: str) -> int:

@@ -11,7 +11,7 @@ from benchmarks.cpu_accuracy import answer_alone, answer_together, draw_lengths,
 from benchmarks.cpu_engine import StepClock
 from benchmarks.cpu_profile import PARTS, profile_decode
 from benchmarks.cpu_reference import Timing, sample_prompts, time_reference
-from benchmarks.cpu_serving import compare_row, open_engine
+from benchmarks.cpu_serving import Duel, as_rows, open_engine
 from tests.helpers.tiny import tiny_folder
 
 FOLDER = tiny_folder("qwen3_5_moe", window=48)
@@ -58,8 +58,10 @@ def test_timings_count_prefill_and_decode_apart() -> None:
     assert 12 <= ours.decode_tokens <= 18
     twice = Timing(1.0, 10, 2.0, 30, 3, (0.2, 0.1, 0.4)).joined(Timing(1.0, 10, 1.0, 30, 3, (0.3,)))
     assert (twice.prefill_rate, twice.decode_rate, twice.step_rate) == (10.0, 20.0, pytest.approx(15.0))
-    row = compare_row("x", twice, Timing(4.0, 20, 6.0, 60, 3, (0.4,)))
-    assert (row["ratio"], row["prefill_ratio"], row["whole_ratio"]) == (2.0, 2.0, 2.0)
+    duel = Duel("x_ratio", twice, Timing(4.0, 20, 6.0, 60, 3, (0.4,)))
+    rows = as_rows([duel])
+    assert [row["by"] for row in rows] == ["prefill", "quartile", "whole", "all"]
+    assert [row["x_ratio"] for row in rows] == [2.0, 2.0, 2.0, 2.0]
 
 
 def test_every_part_of_the_profile_is_found() -> None:

@@ -106,7 +106,7 @@ def main() -> None:
     together = answer_together(options.model, prompts, options.new_tokens, rng)
     mixed = judge(options.model, prompts, together)
     conditions = Conditions(
-        model=options.model.name,
+        model="/".join(options.model.parts[-2:]),
         weights="as in the folder, computed in float32",
         prompts=f"{len(prompts)} pieces of the repository's licence and manual, seed {options.seed}",
         cache="cold",

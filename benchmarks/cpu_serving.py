@@ -69,7 +69,7 @@ class Duel:
 
     @property
     def ratios(self) -> dict[str, float]:
-        """Ours over the reference: by prefill rates, by decode rates at the lower quartile of step times, by whole runs,
+        """Ours over the reference: by prefill rates, by decode rates at the lower quartile of steps, by whole runs,
         and (``all``) by decode rates."""
         ours, reference = self.ours, self.reference
         return {
@@ -140,7 +140,7 @@ def main() -> None:
         engine.close()
     prompts = sample_prompts(options.model, [PROMPT_TOKENS] * AT_ONCE, options.seed)
     conditions = Conditions(
-        model=options.model.name,
+        model="/".join(options.model.parts[-2:]),
         weights="as in the folder, computed in float32",
         prompts=f"pieces of the repository's licence and manual, seed {options.seed}",
         cache="cold",

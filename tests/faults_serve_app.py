@@ -94,6 +94,20 @@ FAULTS = [
         tests=(f"{HTTP}::test_choices_of_one_seed_differ_and_repeat",),
     ),
     Fault(
+        "a long prompt is tokenised on the event loop",
+        "serve_app.http.routes",
+        old="    if len(await request.body()) < LONG_BODY_BYTES:",
+        new="    if True:",
+        tests=(f"{HTTP}::test_a_long_prompt_does_not_hold_up_the_event_loop[/tokenize]",),
+    ),
+    Fault(
+        "tokenising keeps Python's lock",
+        "serve_app.text.tokenizer",
+        old="        [found] = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)",
+        new="        found = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)",
+        tests=(f"{HTTP}::test_a_long_prompt_does_not_hold_up_the_event_loop[/tokenize]",),
+    ),
+    Fault(
         "choices: an answer keeps its place unread until all are open",
         "serve_app.http.choices",
         old="            async for piece in read_output(events, model.text, plan.stop, plan.keep_special):\n",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, TypeVarTuple
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -38,6 +39,12 @@ from worker.errors import HeadroomError
 
 logger = logging.getLogger(__name__)
 
+LONG_BODY_BYTES = 256 * 1024
+"""Tokenising a longer body would hold up every stream of this Router for tens of milliseconds or more."""
+
+_Given = TypeVarTuple("_Given")
+_Made = TypeVar("_Made")
+
 
 def create_app(backend: Backend, access: AccessRules | None = None) -> FastAPI:
     """The application. Serve makes its own trace spans, so FastAPI's are switched off where it has them."""
@@ -68,11 +75,18 @@ def ignored_header(body: Lenient) -> dict[str, str]:
     return {"x-ignored-fields": ", ".join(names)[:1000]} if names else {}
 
 
+async def _beside_streams(request: Request, make: Callable[[*_Given], _Made], *given: *_Given) -> _Made:
+    """What ``make`` makes of a body; in a thread where the body is long, as the event loop carries every stream."""
+    if len(await request.body()) < LONG_BODY_BYTES:
+        return make(*given)
+    return await asyncio.to_thread(make, *given)
+
+
 def _add_generation(app: FastAPI, backend: Backend) -> None:
     @app.post("/v1/completions", response_model=None, responses=answers(CompletionBody, stream=True))
     async def completions(request: Request, body: CompletionRequest) -> Response:
         model = find_model(backend, body.model)
-        plan = plan_completion(body, model)
+        plan = await _beside_streams(request, plan_completion, body, model)
         started = await start_answers(backend, model, for_caller(plan, request))
         if body.stream:
             return await start_stream(completion_chunks(started, body, plan, model), ignored_header(body))
@@ -82,7 +96,7 @@ def _add_generation(app: FastAPI, backend: Backend) -> None:
     @app.post("/v1/chat/completions", response_model=None, responses=answers(ChatBody, stream=True))
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
         model = find_model(backend, body.model)
-        plan = plan_chat(body, model)
+        plan = await _beside_streams(request, plan_chat, body, model)
         started = await start_answers(backend, model, for_caller(plan.answer, request))
         if body.stream:
             return await start_stream(chat_chunks(started, body, plan, model), ignored_header(body))
@@ -91,7 +105,7 @@ def _add_generation(app: FastAPI, backend: Backend) -> None:
     @app.post("/v1/responses", response_model=None, responses=answers(ResponseBody, stream=True))
     async def responses(request: Request, body: ResponseRequest) -> Response:
         model = find_model(backend, body.model)
-        plan = plan_chat(as_chat(body), model)
+        plan = await _beside_streams(request, plan_chat, as_chat(body), model)
         started = await start_answers(backend, model, for_caller(plan.answer, request))
         if body.stream:
             events = response_events(started, body, plan, model)
@@ -99,10 +113,10 @@ def _add_generation(app: FastAPI, backend: Backend) -> None:
         return JSONResponse(await response_body(started, body, plan, model), headers=ignored_header(body))
 
     @app.post("/tokenize", responses=answers(TokenList))
-    async def tokenize_text(body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize_text(request: Request, body: TokenizeRequest) -> dict[str, Any]:
         model = find_model(backend, body.model)
         info = await backend.model_info(model.name)
-        return tokenize(body, model, info.max_model_len)
+        return await _beside_streams(request, tokenize, body, model, info.max_model_len)
 
     @app.post("/detokenize", responses=answers(TokenText))
     async def detokenize_ids(body: DetokenizeRequest) -> dict[str, Any]:

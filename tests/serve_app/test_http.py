@@ -363,3 +363,20 @@ def test_an_engine_that_dies_later_ends_the_stream_with_an_error_event(tmp_path:
     assert end == "[DONE]"
     assert json.loads(chunks[-1])["error"]["code"] == "worker_failed"
     assert json.loads(chunks[0])["choices"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_a_long_prompt_does_not_hold_up_the_event_loop(folder: Path, path: str) -> None:
+    async def use(cluster: Cluster) -> None:
+        loop = asyncio.get_running_loop()
+        asked = asyncio.create_task(cluster.client.post(path, json={"prompt": "a b " * 400_000}))
+        started = last = loop.time()
+        longest = 0.0
+        while not asked.done():
+            await asyncio.sleep(0.005)
+            longest, last = max(longest, loop.time() - last), loop.time()
+        # Reading the body still takes the loop's time; tokenising is the bulk and must not.
+        assert longest < 0.5 * (last - started)
+        assert (await asked).status_code == (400 if path == "/v1/completions" else 200)
+
+    served(folder, use)

@@ -198,7 +198,9 @@ class HostTier:
 
     def _oldest_slab(self, group: str) -> tuple[int | None, int]:
         """The slab of another group whose last use lies furthest back, and when that was."""
-        found = [(s.stamp, i) for i, s in enumerate(self._slabs) if s.used and not s.pins and s.group != group]
+        found = [
+            (s.stamp, i) for i, s in enumerate(self._slabs) if s.used and not s.pins and s.group != group
+        ]
         stamp, index = min(found, default=(0, None))
         return index, stamp
 

@@ -237,9 +237,9 @@ def test_evicting_costs_the_same_at_a_thousand_and_a_hundred_thousand_leaves() -
         for i in range(num_leaves):
             tree.insert([i] * 64, 64, "", {"full": (0, (i,))})
         start = time.perf_counter()
-        for _ in range(400):
+        for _ in range(100):
             tree.evict({"full": 1})
-        return (time.perf_counter() - start) / 400 * 1e6
+        return (time.perf_counter() - start) / 100 * 1e6
 
     assert microseconds(100_000) < 8 * min(microseconds(1000) for _ in range(3))
 

@@ -236,12 +236,15 @@ def test_evicting_costs_the_same_at_a_thousand_and_a_hundred_thousand_leaves() -
         tree = PrefixTree({"full": FULL})
         for i in range(num_leaves):
             tree.insert([i] * 64, 64, "", {"full": (0, (i,))})
-        start = time.perf_counter()
-        for _ in range(100):
-            tree.evict({"full": 1})
-        return (time.perf_counter() - start) / 100 * 1e6
+        batches = []
+        for _ in range(6):
+            start = time.perf_counter()
+            for _ in range(20):
+                tree.evict({"full": 1})
+            batches.append((time.perf_counter() - start) / 20 * 1e6)
+        return min(batches)  # the others were interrupted by other processes
 
-    assert microseconds(100_000) < 8 * min(microseconds(1000) for _ in range(3))
+    assert microseconds(100_000) < 8 * microseconds(1000)
 
 
 def test_greedy_dual_drops_stale_entries_and_keeps_order() -> None:

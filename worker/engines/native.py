@@ -169,10 +169,12 @@ class NativeEngine:
         return self._streams.stream(request_id, self.abort)
 
     def abort(self, request_id: str) -> None:
-        """Ends a request after the step in flight; unknown ids are ignored."""
+        """Ends a request after the step in flight; unknown and finished ids are ignored."""
         with self._changed:
-            self._aborted.append(request_id)
-            self._changed.notify()
+            # An id that nobody holds is not kept: a new request may take it at once.
+            if self._in_use(request_id):
+                self._aborted.append(request_id)
+                self._changed.notify()
 
     def snapshot(self) -> WorkerSnapshot:
         """The state after the last step, with the requests that came since."""

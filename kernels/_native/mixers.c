@@ -101,42 +101,44 @@ static void softmax_line(float *line, i64 count, const float *sink) {
     for (i64 t = 0; t < count; t++) line[t] *= share;
 }
 
-// The query heads of one key-value head; scores are [group][visible tokens].
-static void attend_head(const attention_t *shape, i64 row, i64 kv_head, const float *query, const float *keys,
-                        const float *values, const float *sinks, float *scores, float *out) {
-    i64 group = shape->heads / shape->kv_heads, dim = shape->dim, length = shape->kv_len[row], size = shape->page_tokens;
+// All heads of a row: keys are read once, in the order they lie in. Scores are [heads][visible tokens].
+static void attend_row(const attention_t *shape, i64 row, const float *query, const float *keys, const float *values,
+                       const float *sinks, float *scores, float *out) {
+    i64 heads = shape->heads, group = heads / shape->kv_heads, dim = shape->dim;
+    i64 length = shape->kv_len[row], size = shape->page_tokens;
     i64 start = shape->window && length > shape->window ? length - shape->window : 0, count = length - start;
     const i64 *table = shape->tables + row * shape->max_pages - shape->first_page[row];
     for (i64 t = start, stop; t < length; t = stop) {
         stop = (t / size + 1) * size < length ? (t / size + 1) * size : length;
-        const float *k = keys + table[t / size] * shape->key_page + (t % size) * shape->key_token + kv_head * shape->key_head;
+        const float *k = keys + table[t / size] * shape->key_page + (t % size) * shape->key_token;
         for (i64 i = t; i < stop; i++, k += shape->key_token)
-            for (i64 g = 0; g < group; g++) scores[g * count + i - start] = dot(query + g * dim, k, dim) * shape->scale;
+            for (i64 h = 0; h < heads; h++)
+                scores[h * count + i - start] =
+                    dot(query + h * dim, k + h / group * shape->key_head, dim) * shape->scale;
     }
-    for (i64 g = 0; g < group; g++) softmax_line(scores + g * count, count, sinks ? sinks + g : 0);
-    memset(out, 0, sizeof(float) * group * dim);
+    for (i64 h = 0; h < heads; h++) softmax_line(scores + h * count, count, sinks ? sinks + h : 0);
+    memset(out, 0, sizeof(float) * heads * dim);
     for (i64 t = start, stop; t < length; t = stop) {
         stop = (t / size + 1) * size < length ? (t / size + 1) * size : length;
-        const float *v = values + table[t / size] * shape->value_page + (t % size) * shape->value_token + kv_head * shape->value_head;
-        for (i64 g = 0; g < group; g += ROWS) {
-            int rows = group - g < ROWS ? (int)(group - g) : ROWS;
-            const float *from[ROWS];
-            float *to[ROWS];
-            for (int r = 0; r < rows; r++) {
-                from[r] = scores + (g + r) * count + t - start;
-                to[r] = out + (g + r) * dim;
+        const float *v = values + table[t / size] * shape->value_page + (t % size) * shape->value_token;
+        for (i64 first = 0; first < heads; first += group)
+            for (i64 g = 0; g < group; g += ROWS) {
+                int rows = group - g < ROWS ? (int)(group - g) : ROWS;
+                const float *from[ROWS];
+                float *to[ROWS];
+                for (int r = 0; r < rows; r++) {
+                    from[r] = scores + (first + g + r) * count + t - start;
+                    to[r] = out + (first + g + r) * dim;
+                }
+                few_rows(rows, from, stop - t, v + first / group * shape->value_head, shape->value_token, dim, to);
             }
-            few_rows(rows, from, stop - t, v, shape->value_token, dim, to);
-        }
     }
 }
 
-// scratch holds heads / kv_heads * the longest count of visible tokens.
+// scratch holds heads * the longest count of visible tokens.
 void paged_decode(const attention_t *shape, const float *query, const float *keys, const float *values,
                   const float *sinks, float *scratch, float *out) {
-    i64 group = shape->heads / shape->kv_heads;
     for (i64 row = 0; row < shape->rows; row++)
-        for (i64 h = 0; h < shape->kv_heads; h++)
-            attend_head(shape, row, h, query + row * shape->query_stride + h * group * shape->dim, keys, values,
-                        sinks ? sinks + h * group : 0, scratch, out + (row * shape->heads + h * group) * shape->dim);
+        attend_row(shape, row, query + row * shape->query_stride, keys, values, sinks, scratch,
+                   out + row * shape->heads * shape->dim);
 }

@@ -358,7 +358,7 @@ def paged_decode(
         *value_pages.stride()[:3],
         scale,
     )
-    scratch = torch.empty(heads // kv_heads * most_visible)
+    scratch = torch.empty(heads * most_visible)
     loaded.paged_decode(
         byref(shape),
         query.data_ptr(),

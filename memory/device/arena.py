@@ -9,6 +9,7 @@ import torch
 from kernels.pages import copy_pages, zero_pages
 from memory.api import PAGE_ALIGN_BYTES, PageCopy, PageKind, PageSpec, StepCommands
 from memory.device.host_tier import HostTier
+from memory.device.huge_pages import ask_for_huge_pages
 from memory.device.tables import PageTables
 
 
@@ -33,6 +34,8 @@ class Arena:
         self.device = device
         self.specs: Mapping[str, PageSpec] = {spec.name: spec for spec in specs}
         self.buffer = torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)
+        if device.type == "cpu":
+            ask_for_huge_pages(self.buffer)
         self.grids = {spec.name: self._grid(spec) for spec in specs}
         self.views: dict[tuple[int, str], torch.Tensor] = {}
         for spec in specs:

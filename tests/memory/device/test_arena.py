@@ -8,6 +8,7 @@ import torch
 
 from memory.api import LayerRows, PageKind, PageSpec, Row, TableUpdate
 from memory.device.arena import Arena, page_anchor
+from memory.device.huge_pages import HUGE_PAGE_BYTES, ask_for_huge_pages
 from memory.device.tables import PageTables
 
 FULL = PageSpec(
@@ -74,3 +75,11 @@ def test_tables_translate_and_refuse() -> None:
     for page in (2, 3, 1_000_000):
         with pytest.raises(LookupError, match=f"virtual page {page} is bound to nothing"):
             tables.physical("full", np.array([0, page]))
+
+
+def test_advice_on_huge_pages_leaves_the_bytes_alone() -> None:
+    buffer = torch.zeros(3 * HUGE_PAGE_BYTES, dtype=torch.uint8)
+    buffer[::4096] = 7
+    ask_for_huge_pages(buffer)
+    assert int(buffer.sum()) == 7 * 3 * HUGE_PAGE_BYTES // 4096
+    assert not ask_for_huge_pages(buffer[:4096])

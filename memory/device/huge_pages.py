@@ -1,4 +1,4 @@
-"""Asks Linux to back a large host buffer with huge pages: pages of many rows lie far apart, and address look-ups cost."""
+"""Asks Linux for huge pages behind a large host buffer: rows lie far apart, and address look-ups cost time."""
 
 from __future__ import annotations
 

@@ -10,13 +10,6 @@ TEXT = "tests/serve_app/test_text.py"
 
 FAULTS = [
     Fault(
-        "a client that leaves does not abort its request",
-        "serve_app.deployments.engine_server",
-        old='            self.engine.abort(request.request_id)\n            await cast("Any", events).aclose()',
-        new="            pass",
-        tests=(f"{DISPATCH}::test_clients_that_leave_at_any_moment_leave_nothing_behind",),
-    ),
-    Fault(
         "a refused request is not sent elsewhere",
         "serve_app.deployments.dispatch",
         old="                if not self._others_than(refused_by):",

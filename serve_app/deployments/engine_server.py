@@ -39,7 +39,7 @@ class EngineServer:
                     await asyncio.sleep(interval_s(self.num_streams, self._coalescing))
         finally:
             self.num_streams -= 1
-            self.engine.abort(request.request_id)
+            # Aborts the request if its end has not been read.
             await cast("Any", events).aclose()
 
     async def _submit(self, request: GenerateRequest) -> None:

@@ -117,9 +117,14 @@ class GrammarMatchers:
         self._live.pop(request, None)
 
     def _compile(self, kind: str, text: str) -> Any:
-        matcher = self._library.LLMatcher(self._tokenizer, self._source(kind, text), log_level=0)
-        if matcher.is_error():
-            reason = matcher.get_error().strip().splitlines()[0]
+        source = self._source(kind, text)
+        # Some grammars fail only at their first token: a schema that is nothing but a reference to itself. A matcher of
+        # its own finds that out, since copies share what the library learns of a grammar.
+        probe, matcher = (self._library.LLMatcher(self._tokenizer, source, log_level=0) for _ in range(2))
+        if not probe.is_error():
+            probe.compute_bitmask()
+        if probe.is_error():
+            reason = probe.get_error().strip().splitlines()[0]
             raise InvalidRequest(FIELD, f"The {kind.replace('_', ' ')} cannot be enforced: {reason}")
         return matcher
 

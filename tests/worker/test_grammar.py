@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import jsonschema
 import numpy as np
@@ -149,3 +150,14 @@ def test_a_folder_without_tokenizer_or_end_has_no_matchers(tmp_path: Path) -> No
     folder = write_model_folder(tmp_path / "m")
     assert GrammarMatchers.for_folder(folder, 259, []) is None
     assert GrammarMatchers.for_folder(folder, 259, [END]) is not None
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{"$ref": "#"}, {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}],
+)
+def test_a_schema_that_only_refers_to_itself_is_refused(
+    matchers: GrammarMatchers, schema: dict[str, Any]
+) -> None:
+    with pytest.raises(InvalidRequest, match="cannot be enforced"):
+        matchers.check(Grammar("json_schema", json.dumps(schema)))

@@ -6,6 +6,7 @@ device does (``memory.device.residency``) is what :class:`Lru` and :class:`Lfru`
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -37,7 +38,7 @@ class Pool:
     num_experts: int
 
 
-class _Queued:
+class _Queued(ABC):
     """One scan a step sorts the places by worth; each layer's misses take from the front what may go."""
 
     def __init__(self, pool: Pool, freezes: bool = True) -> None:
@@ -85,11 +86,13 @@ class _Queued:
             self._place[key], self._owner[victim], self._stamp[victim] = victim, key, self._now
         return int((place >= 0).sum())
 
+    @abstractmethod
     def _worth(self, keys: Keys) -> npt.NDArray[np.float32]:
-        raise NotImplementedError
+        """How much each key's residency is worth; the least is let go first."""
 
+    @abstractmethod
     def _takes(self, key: int, owner: int) -> bool:
-        raise NotImplementedError
+        """Whether a missing key may take the place of its owner."""
 
     @property
     def resident(self) -> Keys:

@@ -71,7 +71,7 @@ def test_the_device_does_what_the_policy_says(policy: str, places: int) -> None:
         assert bool(device.frozen) == pure.frozen
         frozen.add(pure.frozen)
     assert pure.evictions == int(device.counts[5].sum())
-    assert True in frozen or places == 10
+    assert any(frozen) == (places == 3), "few places freeze under these steps, many never do"
 
 
 def test_belady_equals_trying_everything() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,45 @@ class LoadedModel:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """A checkpoint that holds exactly what its model needs, as a rehearsal has shown; not loaded yet.
+
+    ``num_elements`` counts what a whole :meth:`build` reads.
+    """
+
+    config: WorkerConfig
+    raw: Mapping[str, Any]
+    architecture: str
+    family: ModelFamily
+    options: BuildOptions
+    store: TensorStore
+    device: torch.device
+    dtype: torch.dtype
+    num_elements: int
+
+    def build(self, source: WeightSource, experts: ExpertFactory | None = None) -> Model:
+        """The model out of ``source``; ``experts`` instead of the factory it was opened with."""
+        return self.family(self.raw, source, replace(self.options, experts=experts or self.options.experts))
+
+    def info(self, model: Model) -> ModelInfo:
+        """The facts of the built ``model``."""
+        config, folder = self.config, Path(self.config.model)
+        return ModelInfo(
+            name=config.served_name or folder.resolve().name,
+            folder=str(folder),
+            architecture=self.architecture,
+            vocab_size=model.vocab_size,
+            max_model_len=config.max_model_len or model.max_model_len,
+            eos_token_ids=_eos_token_ids(folder, self.raw),
+            num_layers=model.num_layers,
+            num_experts=model.num_experts,
+            experts_per_token=model.experts_per_token,
+            dtype=self.options.dtype,
+            device=str(self.device),
+        )
+
+
 def choose_device(name: str) -> torch.device:
     """The device that ``device`` names; ConfigError where it is not there."""
     if name == "auto":
@@ -53,6 +92,15 @@ def choose_device(name: str) -> torch.device:
 def load_model(config: WorkerConfig, experts: ExpertFactory | None = None) -> LoadedModel:
     """Builds the model of ``config.model``; ``experts`` decides where routed experts live (None: resident,
     dequantised). ModelLoadError names everything that the folder lacks or has too much."""
+    opened = open_model(config, experts)
+    with LoadProgress(Path(config.model), opened.num_elements) as bar:
+        model = opened.build(WeightSource(opened.store, opened.device, opened.dtype, bar))
+    return LoadedModel(model, opened.info(model), opened.device, opened.dtype)
+
+
+def open_model(config: WorkerConfig, experts: ExpertFactory | None = None) -> OpenedModel:
+    """Reads the configuration of ``config.model`` and rehearses against the checkpoint; as :func:`load_model`, but no
+    weights are read."""
     folder = Path(config.model)
     raw = read_json(folder / "config.json")
     device = choose_device(config.device)
@@ -68,39 +116,14 @@ def load_model(config: WorkerConfig, experts: ExpertFactory | None = None) -> Lo
     if config.load != "random" and isinstance(weight_format, DenseFormat):
         store = DequantizedStore(store, weight_format)
     dtype: torch.dtype = getattr(torch, dtype_name)
-    model = _build(folder, raw, store, family, options, device, dtype)
-    info = ModelInfo(
-        name=config.served_name or folder.resolve().name,
-        folder=str(folder),
-        architecture=architecture,
-        vocab_size=model.vocab_size,
-        max_model_len=config.max_model_len or model.max_model_len,
-        eos_token_ids=_eos_token_ids(folder, raw),
-        num_layers=model.num_layers,
-        num_experts=model.num_experts,
-        experts_per_token=model.experts_per_token,
-        dtype=dtype_name,
-        device=str(device),
-    )
-    return LoadedModel(model, info, device, dtype)
-
-
-def _build(
-    folder: Path,
-    raw: Mapping[str, Any],
-    store: TensorStore,
-    family: ModelFamily,
-    options: BuildOptions,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> Model:
     rehearsal = WeightSource(store, torch.device("meta"), dtype)
     family(raw, rehearsal, options)
     problems = rehearsal.problems()
     if problems:
         raise ModelLoadError(f"{folder}: {'; '.join(problems)}")
-    with LoadProgress(folder, rehearsal.num_elements) as bar:
-        return family(raw, WeightSource(store, device, dtype, bar), options)
+    return OpenedModel(
+        config, raw, architecture, family, options, store, device, dtype, rehearsal.num_elements
+    )
 
 
 def _family(folder: Path, raw: Mapping[str, Any]) -> tuple[str, ModelFamily]:

@@ -65,21 +65,42 @@ class Decoder:
         """[tokens] int64 to [tokens, H]."""
         return self._embedding.index_select(0, token_ids)
 
+    def enter(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[tokens] int64 to the residual stream [tokens, H] and what the first layer's mixer takes of it."""
+        x = self.embed(token_ids)
+        return x, rms_norm(x, self._layers[0].mixer_norm, self._eps)
+
+    def rotation(self, positions: torch.Tensor) -> Rotation:
+        """What all layers of a step share: the rotary tables of its [tokens] positions."""
+        return self._rope(positions)
+
+    def advance(
+        self,
+        number: int,
+        x: torch.Tensor,
+        normed: torch.Tensor,
+        rotation: Rotation,
+        context: ForwardContext,
+    ) -> torch.Tensor:
+        """One layer: changes the stream ``x`` in place and answers what the next layer's mixer (behind the last one:
+        the head) takes of it. Each sublayer's output joins the stream together with the norm that comes behind it."""
+        layer = self._layers[number]
+        last = number + 1 == len(self._layers)
+        behind = self._final_norm if last else self._layers[number + 1].mixer_norm
+        normed = add_norm(x, layer.mixer(normed, rotation, context), layer.mlp_norm, self._eps)
+        return add_norm(x, layer.mlp(normed), behind, self._eps)
+
     def forward(
         self, token_ids: torch.Tensor, context: ForwardContext, taps: frozenset[int] = frozenset()
     ) -> HiddenStates:
         """Runs a step's [tokens] through all layers; ``taps`` names layers whose input is wanted."""
-        rotation = self._rope(context.positions)
-        x = self.embed(token_ids)
+        rotation = self.rotation(context.positions)
+        x, normed = self.enter(token_ids)
         tapped: dict[int, torch.Tensor] = {}
-        # Each sublayer's output joins the stream x together with the norm that comes behind it.
-        norms = [layer.mixer_norm for layer in self._layers[1:]] + [self._final_norm]
-        normed = rms_norm(x, self._layers[0].mixer_norm, self._eps)
-        for number, layer in enumerate(self._layers):
+        for number in range(len(self._layers)):
             if number in taps:
                 tapped[number] = x.clone()
-            normed = add_norm(x, layer.mixer(normed, rotation, context), layer.mlp_norm, self._eps)
-            normed = add_norm(x, layer.mlp(normed), norms[number], self._eps)
+            normed = self.advance(number, x, normed, rotation, context)
         if len(self._layers) in taps:
             tapped[len(self._layers)] = x
         return HiddenStates(normed, tapped)

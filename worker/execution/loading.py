@@ -23,6 +23,7 @@ from worker.execution.weights import (
 )
 from worker.models import MODELS
 from worker.models.base import BuildOptions, ExpertFactory, Model, ModelFamily
+from worker.models.paged import table_experts
 from worker.models.resident import resident_experts
 from worker.quantization.choose import find_format
 
@@ -105,12 +106,12 @@ def open_model(config: WorkerConfig, experts: ExpertFactory | None = None) -> Op
     raw = read_json(folder / "config.json")
     device = choose_device(config.device)
     dtype_name = _dtype_name(config, raw, device)
-    if config.kv_dtype == "fp8_e4m3":
-        raise ConfigError(["kv_dtype='fp8_e4m3': the native engine keeps KV in 'auto' or 'bf16'"])
-    kv_dtype = "bfloat16" if config.kv_dtype == "bf16" else dtype_name
+    if config.kv_dtype == "fp8_e4m3" and device.type == "cpu":
+        raise ConfigError(["kv_dtype='fp8_e4m3': a CPU keeps KV in 'auto' or 'bf16'"])
+    kv_dtype = {"auto": dtype_name, "bf16": "bfloat16", "fp8_e4m3": "float8_e4m3fn"}[config.kv_dtype]
     architecture, family = _family(folder, raw)
     weight_format = find_format(_quantization(raw), dtype_name)
-    factory = resident_experts if experts is None else experts
+    factory = _resident_factory(device) if experts is None else experts
     options = BuildOptions(kv_dtype=kv_dtype, dtype=dtype_name, experts=factory, format=weight_format)
     store: TensorStore = RandomTensors(config.seed) if config.load == "random" else CheckpointFiles(folder)
     if config.load != "random" and isinstance(weight_format, DenseFormat):
@@ -124,6 +125,11 @@ def open_model(config: WorkerConfig, experts: ExpertFactory | None = None) -> Op
     return OpenedModel(
         config, raw, architecture, family, options, store, device, dtype, rehearsal.num_elements
     )
+
+
+def _resident_factory(device: torch.device) -> ExpertFactory:
+    """On a GPU experts stay in the checkpoint's format; compiled CPU kernels want plain transposed weights."""
+    return table_experts if device.type == "cuda" else resident_experts
 
 
 def _family(folder: Path, raw: Mapping[str, Any]) -> tuple[str, ModelFamily]:

@@ -92,6 +92,11 @@ class RandomTensors:
         """None: every name can be had."""
         return ()
 
+    def generator(self, name: str, device: torch.device) -> torch.Generator:
+        """What draws a tensor of this name on ``device``; other devices draw other numbers."""
+        digest = blake2b(f"{self._seed}:{name}".encode(), digest_size=8).digest()
+        return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
+
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Unknown until asked for."""
         return None
@@ -99,8 +104,7 @@ class RandomTensors:
     def read(self, name: str, shape: tuple[int, ...], init: str, device: torch.device) -> torch.Tensor:
         """``normal``: standard deviation fan_in^-0.5. ``ones``, ``zeros``: around them, 0.1 wide. ``log_decay``: log
         of uniform in [1, 16]."""
-        digest = blake2b(f"{self._seed}:{name}".encode(), digest_size=8).digest()
-        generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
+        generator = self.generator(name, device)
         if init == "log_decay":
             return torch.empty(shape, device=device).uniform_(1.0, 16.0, generator=generator).log_()
         tensor = torch.empty(shape, device=device).normal_(generator=generator)
@@ -147,6 +151,11 @@ class WeightSource:
     def is_made_up(self) -> bool:
         """Whether weights are random: no checkpoint says how they are stored."""
         return not self._store.names()
+
+    def drawer(self, name: str) -> torch.Generator | None:
+        """What draws numbers for ``name`` on the model's device; None where weights come from a checkpoint."""
+        store = self._store
+        return store.generator(name, self.device) if isinstance(store, RandomTensors) else None
 
     def take(
         self,

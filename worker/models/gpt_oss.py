@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -158,8 +159,9 @@ def _mlp(settings: GptOssSettings, source: WeightSource, options: BuildOptions, 
     shape = ExpertShape(hidden, settings.intermediate_size, has_bias=True)
     activation = GatedActivation(settings.swiglu_limit, settings.swiglu_alpha)
     weight_format: Format = Mxfp4() if settings.mxfp4 else Unquantized(options.dtype)
-    # Random weights know no packed layout: they stand for the dequantised model.
-    if settings.mxfp4 and source.has(f"{name}.experts.gate_up_proj_blocks"):
+    if settings.mxfp4 and source.is_made_up:
+        read = _quantized_experts(source, f"{name}.experts", count, shape)
+    elif settings.mxfp4 and source.has(f"{name}.experts.gate_up_proj_blocks"):
         read = _packed_experts(source, f"{name}.experts", count, shape)
     else:
         weight_format = Unquantized(options.dtype)
@@ -199,6 +201,26 @@ def _plain_experts(
         "down_proj.weight": down[expert].t(),
         **biases(expert),
     }
+
+
+def _quantized_experts(
+    source: WeightSource, prefix: str, count: int, shape: ExpertShape
+) -> Callable[[int], Mapping[str, torch.Tensor]]:
+    """Random weights, drawn as floats when the first expert is asked for."""
+
+    @cache
+    def plain() -> Callable[[int], Mapping[str, torch.Tensor]]:
+        return _plain_experts(source, prefix, count, shape)
+
+    def read(expert: int) -> Mapping[str, torch.Tensor]:
+        found = dict(plain()(expert))
+        if source.rehearsing:
+            return found
+        names = [name for name in found if name.endswith(".weight")]
+        matrices = {name.removesuffix(".weight"): found.pop(name) for name in names}
+        return found | Mxfp4().quantize(matrices)
+
+    return read
 
 
 def _packed_experts(

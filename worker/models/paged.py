@@ -17,6 +17,7 @@ from worker.experts.pager import ExpertPager, PagedExperts, PagerOptions, TableE
 from worker.experts.plan import store_plan
 from worker.layers.mlp import RoutedExperts
 from worker.models.base import ExpertLayer
+from worker.models.random_blocks import fill_random_blocks
 from worker.probe import pinnable_bytes
 
 log = logging.getLogger(__name__)
@@ -56,8 +57,13 @@ class PagedFactory:
             self._pager = ExpertPager(self._open_store(source.device), self._options)
         host = self._pager.host
         if not host.is_filled:
+            made_up = _made_up_blocks(experts, source)
             for expert in range(experts.num_experts):
-                experts.format.pack(experts.read(expert), experts.shape, host.block(experts.layer, expert))
+                block = host.block(experts.layer, expert)
+                if made_up is None:
+                    experts.format.pack(experts.read(expert), experts.shape, block)
+                else:
+                    block.copy_(made_up[expert])
                 host.seal(experts.layer, expert)
         inner = experts.shape.intermediate_size
         return PagedExperts(self._pager, experts.layer, block_format(layout), inner, experts.activation)
@@ -100,14 +106,30 @@ def paged_factory(config: WorkerConfig) -> PagedFactory:
 
 def table_experts(experts: ExpertLayer, source: WeightSource) -> RoutedExperts:
     """The factory that keeps every expert's block on the device, at constant addresses, for the same kernel that paged
-    experts use."""
+    experts use: ``experts=resident`` on a GPU."""
     layout = experts.format.block_layout(experts.shape)
-    size = 0 if source.rehearsing else layout.num_bytes
-    blocks = torch.empty(experts.num_experts, size, dtype=torch.uint8, device=source.device)
-    for expert in range(experts.num_experts):
-        tensors = experts.read(expert)
-        if not source.rehearsing:
-            experts.format.pack(tensors, experts.shape, blocks[expert])
+    blocks = _made_up_blocks(experts, source)
+    if blocks is None:
+        size = 0 if source.rehearsing else layout.num_bytes
+        blocks = torch.empty(experts.num_experts, size, dtype=torch.uint8, device=source.device)
+        for expert in range(experts.num_experts):
+            tensors = experts.read(expert)
+            if not source.rehearsing:
+                experts.format.pack(tensors, experts.shape, blocks[expert])
     if source.rehearsing:
         return _Rehearsed()
     return TableExperts(blocks, block_format(layout), experts.shape.intermediate_size, experts.activation)
+
+
+def _made_up_blocks(experts: ExpertLayer, source: WeightSource) -> torch.Tensor | None:
+    """Random weights of a layer as [experts, block_bytes] uint8 on a GPU, drawn in the blocks; None elsewhere, where
+    each expert is drawn and packed as a checkpoint's."""
+    if source.device.type != "cuda":
+        return None
+    generator = source.drawer(f"layers.{experts.layer}.experts")
+    if generator is None:
+        return None
+    layout = experts.format.block_layout(experts.shape)
+    blocks = torch.zeros(experts.num_experts, layout.num_bytes, dtype=torch.uint8, device=source.device)
+    fill_random_blocks(blocks, layout, experts.shape, generator)
+    return blocks

@@ -7,6 +7,7 @@ from tests.faults import Fault
 GEOMETRY = "tests/worker/advise/test_geometry.py"
 PLAN = "tests/worker/advise/test_plan.py"
 LIMITS = "tests/benchmarks/test_limits.py"
+STREAMED = "tests/worker/experts/test_streamed_reference.py"
 
 FAULTS = [
     Fault(
@@ -43,5 +44,26 @@ FAULTS = [
         old="left = arena_bytes - requests_bytes\n",
         new="left = arena_bytes\n",
         tests=(f"{PLAN}::test_places_requests_and_dense_weights_share_the_gpu",),
+    ),
+    Fault(
+        "verifier: the streamed reference reads all layers at once",
+        "worker.verify.streamed",
+        old="if number == self._number or behind:",
+        new="if True:",
+        tests=(f"{STREAMED}::test_one_layer_is_in_memory_at_a_time",),
+    ),
+    Fault(
+        "verifier: a model that does not fit is held whole",
+        "worker.verify.fitting",
+        old='"resident" if need.fits(free) else "streamed"',
+        new='"resident"',
+        tests=(f"{STREAMED}::test_what_does_not_fit_is_streamed",),
+    ),
+    Fault(
+        "verifier: streamed steps share one layer's input",
+        "worker.verify.streamed",
+        old="stream.normed = model.decoder.advance(number,",
+        new="model.decoder.advance(number,",
+        tests=(f"{STREAMED}::test_streamed_equals_resident_bit_for_bit",),
     ),
 ]

@@ -1,8 +1,9 @@
 """``python -m worker.verify MODEL``: proves on this machine that paged experts give what resident ones do.
 
 The given tokens are scored step by step with all experts dequantised and resident, and again with experts paged into
-three numbers of places, one of them so few that places change owners all the time. Exit code 0: all agree; 1: some
-case differs, its layer and expert are named; 2: the model cannot be loaded.
+three numbers of places, one of them so few that places change owners all the time. A model that is too large for this
+is compared with a reference that holds one layer at a time (``--reference streamed``). Exit code 0: all agree; 1:
+some case differs, its layer and expert are named; 2: the model cannot be loaded.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from worker.config import WorkerConfig
 from worker.errors import ConfigError, HeadroomError
 from worker.model_folder import read_model_info
 from worker.verify.compare import CASES, Verifier
+from worker.verify.fitting import KINDS, choose_reference
 
 _PROMPTS, _TOKENS = 4, 48
 _ARENA_BYTES = 1 << 28
@@ -57,6 +59,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", type=Path, help="a file: a JSON list of token ids or a text per line")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument(
+        "--reference",
+        choices=KINDS,
+        default="auto",
+        help="resident, or streamed: one layer at a time over all steps (auto: resident where it fits)",
+    )
     parser.add_argument("--arena-bytes", type=int, default=_ARENA_BYTES)
     options = parser.parse_args(arguments)
     try:
@@ -65,7 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             prompts = read_prompts(options.prompts, options.model)
         else:
             prompts = made_up_prompts(max(1, read_model_info(options.model).vocab_size))
-        verifier = Verifier(config, prompts, options.arena_bytes)
+        reference, sentence = choose_reference(options.reference, config, options.arena_bytes)
+        print(sentence, flush=True)
+        verifier = Verifier(config, prompts, options.arena_bytes, reference)
         failed = False
         for case in CASES:
             outcome = verifier.run(case)

@@ -16,8 +16,8 @@ from worker.experts.pager import PagerOptions
 from worker.models.paged import PagedFactory
 from worker.scheduling.ledgers import make_ledger
 from worker.verify.forcing import TeacherForced
-from worker.verify.probe import PagingProbe, Parting, Probe, find_parting
-from worker.verify.reference import dequantized_experts
+from worker.verify.probe import PagingProbe, Parting, find_parting
+from worker.verify.reference import Reference, ResidentReference
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,23 +92,30 @@ class Outcome:
 
 
 class Verifier:
-    """Holds the reference model and runs cases against it."""
+    """Runs cases against a reference."""
 
-    def __init__(self, config: WorkerConfig, prompts: Sequence[Sequence[int]], arena_bytes: int) -> None:
-        """Loads the reference. ``prompts``: token ids, at least three each."""
+    def __init__(
+        self,
+        config: WorkerConfig,
+        prompts: Sequence[Sequence[int]],
+        arena_bytes: int,
+        reference: Reference | None = None,
+    ) -> None:
+        """``prompts``: token ids, at least three each. ``reference``: None loads the resident one."""
         self._config = replace(
             config, experts="paged", expert_bytes=0, prefix_cache=False, arena_bytes=arena_bytes
         )
         self._prompts = prompts
         self._arena_bytes = arena_bytes
-        self._probe = Probe(dequantized_experts)
-        self._reference = ModelRunner(self._config, self._probe)
-        self.tolerance = TOLERANCES[self._reference.model_info.dtype]
+        self._reference = ResidentReference(config, arena_bytes) if reference is None else reference
+        self.tolerance = TOLERANCES[self._reference.info.dtype]
 
     def run(self, case: Case) -> Outcome:
-        """One case, in lock-step with the reference."""
+        """One case, step by step beside the reference."""
+        # Asked for ahead of the paged model: a streamed reference is done, and its memory free, when that is loaded.
+        expected = self._reference.steps(self._prompts)
         rules = ResidencyRules("lru", freezes=False) if case.churns else ResidencyRules()
-        info = self._reference.model_info
+        info = self._reference.info
         probe = PagingProbe(PagedFactory(PagerOptions(rules=rules, checked_places=_CHECKED_PLACES)))
         runner = ModelRunner(self._config, probe)
         pager = runner.pager
@@ -116,20 +123,19 @@ class Verifier:
         every = info.num_experts * len(pager.host.layers)
         places = max(info.experts_per_token, round(case.share * every))
         pager.limit_places(places)
+        runner.attach_memory(runner.page_specs, self._arena_bytes)
         ledger = make_ledger(self._config, runner.page_specs, self._arena_bytes, places)
-        for model in (self._reference, runner):
-            model.attach_memory(runner.page_specs, self._arena_bytes)
         parting: Parting | None = None
         differences: list[np.ndarray] = []
-        for plan in TeacherForced(ledger).plans(self._prompts):
-            for each in (self._probe, probe):
-                each.seen.clear()
-            right, found = (torch.log_softmax(r.score(plan), -1) for r in (self._reference, runner))
-            likely = right.topk(min(20, right.shape[1]), -1).indices
-            gap = (right.gather(1, likely) - found.gather(1, likely)).abs()
+        plans = TeacherForced(ledger).plans(self._prompts)
+        for step, plan in zip(expected, plans, strict=True):
+            probe.seen.clear()
+            found = torch.log_softmax(runner.score(plan), -1)
+            likely = step.likely.to(found.device)
+            gap = (step.logprobs.to(found.device) - found.gather(1, likely)).abs()
             differences.append(gap.cpu().numpy())
             if parting is None:
-                parting = find_parting(self._probe, probe, self.tolerance.layer)
+                parting = find_parting(step.seen, self._reference, probe, self.tolerance.layer)
         corrupt = ""
         try:
             pager.raise_if_corrupt()

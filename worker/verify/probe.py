@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -22,6 +24,21 @@ class Seen:
     weights: torch.Tensor
     experts: torch.Tensor
     out: torch.Tensor
+
+    def to(self, device: torch.device) -> Seen:
+        """The same on ``device``."""
+        return Seen(
+            self.layer,
+            *(tensor.to(device) for tensor in (self.x, self.weights, self.experts, self.out)),
+        )
+
+
+class Singles(Protocol):
+    """What can compute an expert alone."""
+
+    def single(self, layer: int, x: torch.Tensor, expert: int) -> torch.Tensor:
+        """One expert's output for one token [1, H], with weight 1."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +102,14 @@ class _Probed:
         return out
 
 
-def find_parting(reference: Probe, paged: Probe, tolerance: float) -> Parting | None:
+def find_parting(
+    expected: Sequence[Seen], reference: Singles, paged: Probe, tolerance: float
+) -> Parting | None:
     """The first layer of the last step whose experts gave, for like input and equal choices, an output that is off by
-    more than ``tolerance`` of its size; None if all agree. A token whose choices differ is left out: routers may break
-    a tie either way."""
-    for right, found in zip(reference.seen, paged.seen, strict=True):
+    more than ``tolerance`` of its size from what ``reference`` saw; None if all agree. A token whose choices differ is
+    left out: routers may break a tie either way."""
+    for right, found in zip(expected, paged.seen, strict=True):
+        right = right.to(found.x.device)
         same = (right.experts == found.experts).all(1)
         alike = _relative(right.x, found.x) <= tolerance / 4
         error = torch.where(same & alike, _relative(right.out, found.out), 0.0)
@@ -99,7 +119,7 @@ def find_parting(reference: Probe, paged: Probe, tolerance: float) -> Parting | 
             x = right.x[token : token + 1]
             wrong = []
             for expert in right.experts[token].tolist():
-                outs = [probe.single(right.layer, x, expert) for probe in (reference, paged)]
+                outs = [experts.single(right.layer, x, expert) for experts in (reference, paged)]
                 if not float(_relative(*outs)[0]) <= tolerance:
                     wrong.append(expert)
             return Parting(right.layer, token, tuple(wrong), float(error[token]))

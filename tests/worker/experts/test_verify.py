@@ -164,8 +164,9 @@ def test_the_command_says_what_it_found(
     arguments = [str(folder), "--device", "cpu", "--prompts", str(prompts), "--arena-bytes", str(ARENA_BYTES)]
     assert main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.startswith("ok  ") for line in lines] == [True, True, True, False]
-    assert "churning" in lines[0]
+    assert [line.startswith("ok  ") for line in lines] == [False, True, True, True, False]
+    assert lines[0].startswith("reference: resident (the whole model takes 0.00 GB")
+    assert "churning" in lines[1]
     where = paged.block_format
     monkeypatch.setattr(
         paged, "block_format", lambda layout: replace(where(layout), gate_up_zeros=-1, down_zeros=-1)
@@ -185,8 +186,8 @@ def test_a_nan_is_a_parting() -> None:
     chosen = torch.zeros(2, 0, dtype=torch.int64)
     for probe, result in ((right, out), (found, spoilt)):
         probe.seen.append(Seen(5, x, torch.ones(2, 0), chosen, result))
-    parting = find_parting(right, found, 1e-3)
+    parting = find_parting(right.seen, right, found, 1e-3)
     assert parting is not None
     assert (parting.layer, parting.token) == (5, 1)
     found.seen[0] = right.seen[0]
-    assert find_parting(right, found, 1e-3) is None
+    assert find_parting(right.seen, right, found, 1e-3) is None

@@ -19,9 +19,16 @@ FAULTS = [
     Fault(
         "streams: a late reader loses all but the latest event",
         "worker.engines.streams",
-        old="box.event = box.event.merged_with(event)",
-        new="box.event = event",
+        old="box.events = [merged_events(box.events)]",
+        new="box.events = [event]",
         tests=(STREAMS,),
+    ),
+    Fault(
+        "streams: every event wakes a reader that polls",
+        "worker.engines.streams",
+        old="wakes=False)",
+        new="wakes=True)",
+        tests=(f"{STREAMS}::test_polling_takes_what_is_there_and_no_event_wakes_a_reader_that_polls",),
     ),
     Fault(
         "fake engine: a retracted request begins anew",

@@ -5,9 +5,10 @@ Values are frozen and travel between processes by pickle. Nothing here imports t
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
 from memory.api import Headroom, KindHeadroom, PageKind
@@ -29,6 +30,7 @@ __all__ = [
     "TokenEvent",
     "TokenLogprobs",
     "WorkerSnapshot",
+    "merged_events",
 ]
 
 MAX_TOP_LOGPROBS = 20
@@ -187,16 +189,24 @@ class TokenEvent:
 
     def merged_with(self, later: TokenEvent) -> TokenEvent:
         """This event and the next one of the same stream as one, for readers that are behind."""
-        return TokenEvent(
-            request_id=self.request_id,
-            token_ids=self.token_ids + later.token_ids,
-            num_generated=later.num_generated,
-            logprobs=self.logprobs + later.logprobs,
-            finish_reason=later.finish_reason,
-            stop_token_id=later.stop_token_id,
-            error=later.error,
-            timeline=later.timeline,
-        )
+        return merged_events((self, later))
+
+
+def merged_events(events: Sequence[TokenEvent]) -> TokenEvent:
+    """Successive events of one stream, at least one, as one."""
+    last = events[-1]
+    if len(events) == 1:
+        return last
+    return TokenEvent(
+        request_id=last.request_id,
+        token_ids=tuple(chain.from_iterable([event.token_ids for event in events])),
+        num_generated=last.num_generated,
+        logprobs=tuple(chain.from_iterable([event.logprobs for event in events])),
+        finish_reason=last.finish_reason,
+        stop_token_id=last.stop_token_id,
+        error=last.error,
+        timeline=last.timeline,
+    )
 
 
 @dataclass(frozen=True, slots=True)

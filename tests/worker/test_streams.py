@@ -168,3 +168,44 @@ def test_a_reader_that_outlives_its_loop_still_aborts() -> None:
     gc.collect()
     assert aborted == ["a"]
     assert len(streams) == 0
+
+
+def test_polling_takes_what_is_there_and_no_event_wakes_a_reader_that_polls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def read() -> list[TokenEvent | None]:
+        streams = EventStreams()
+        streams.open("a")
+        reader = streams.stream("a", no_abort)
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(loop, "call_soon_threadsafe", None)  # a wake-up would fail on this
+        polled = [reader.poll()]
+        for number in range(100):
+            streams.put(token(number))
+        polled.append(reader.poll())
+        polled.append(reader.poll())
+        streams.put(token(100, last=True))
+        polled += [reader.poll(), reader.poll()]
+        assert "a" not in streams
+        monkeypatch.undo()
+        return polled
+
+    before, many, none, last, after = asyncio.run(read())
+    assert (before, none, after) == (None, None, None)
+    assert many is not None
+    assert (many.token_ids, many.num_generated) == (tuple(range(100)), 100)
+    assert last == token(100, last=True)
+
+
+def test_a_reader_may_wait_after_it_has_polled() -> None:
+    async def read() -> TokenEvent:
+        streams = EventStreams()
+        streams.open("a")
+        reader = streams.stream("a", no_abort)
+        assert reader.poll() is None
+        waiting = asyncio.ensure_future(anext(reader))
+        await asyncio.sleep(0)
+        streams.put(token(0, last=True))
+        return await asyncio.wait_for(waiting, 5)
+
+    assert asyncio.run(read()) == token(0, last=True)

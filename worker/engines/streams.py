@@ -1,7 +1,7 @@
 """Event streams: from an engine's own thread to readers on an event loop, bounded however slow the reader is.
 
-At most one event per request is kept: events that a reader has not taken yet are merged, so a slow reader costs
-the tokens of its own answer and no more.
+At most a few events per request are kept: what a reader has not taken yet is merged, so a slow reader costs the tokens
+of its own answer and no more.
 """
 
 from __future__ import annotations
@@ -10,15 +10,19 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable
 
-from worker.api import FinishReason, TokenEvent
+from worker.api import FinishReason, TokenEvent, merged_events
+
+MERGED_EVENTS = 32
+"""So many events that wait for a reader become one. Merging each as it comes would cost more than all else here."""
 
 
 class _Mailbox:
-    __slots__ = ("event", "finished", "loop", "num_generated", "wake")
+    __slots__ = ("events", "finished", "loop", "num_generated", "sleeping", "wake")
 
     def __init__(self) -> None:
-        self.event: TokenEvent | None = None
+        self.events: list[TokenEvent] = []
         self.finished = False
+        self.sleeping = False
         self.num_generated = 0
         self.loop: asyncio.AbstractEventLoop | None = None
         self.wake: asyncio.Event | None = None
@@ -58,11 +62,11 @@ class EventStreams:
                     continue
                 box.finished = event.finish_reason is not None
                 box.num_generated = event.num_generated
-                if box.event is not None:  # its reader was woken for the event that is still there
-                    box.event = box.event.merged_with(event)
-                    continue
-                box.event = event
-                if box.loop is not None and box.wake is not None:
+                box.events.append(event)
+                if len(box.events) == MERGED_EVENTS:
+                    box.events = [merged_events(box.events)]
+                if box.sleeping and box.loop is not None and box.wake is not None:
+                    box.sleeping = False
                     sleeping.setdefault(box.loop, []).append(box.wake)
         for loop, wakes in sleeping.items():
             try:
@@ -99,14 +103,15 @@ class EventStreams:
             box.loop, box.wake = loop, asyncio.Event()
         return EventReader(self, request_id, loop, box.wake, abort)
 
-    def take(self, request_id: str) -> TokenEvent | None:
-        """The merged event that waits for the request's reader, or None."""
+    def take(self, request_id: str, *, wakes: bool) -> TokenEvent | None:
+        """What waits for the request's reader, as one event, or None. ``wakes``: then the next event wakes it."""
         with self._lock:
             box = self._boxes[request_id]
-            event, box.event = box.event, None
-            if event is None and box.wake is not None:
+            events, box.events = box.events, []
+            if not events and wakes and box.wake is not None:
                 box.wake.clear()
-            return event
+                box.sleeping = True
+        return merged_events(events) if events else None
 
 
 class EventReader(AsyncIterator[TokenEvent]):
@@ -138,12 +143,21 @@ class EventReader(AsyncIterator[TokenEvent]):
         if not self._open:
             raise StopAsyncIteration
         try:
-            while (event := self._streams.take(self._request_id)) is None:
+            while (event := self._streams.take(self._request_id, wakes=True)) is None:
                 await self._wake.wait()
         except BaseException:  # a cancelled reader has left
             self._close(ended=False)
             raise
         if event.finish_reason is not None:
+            self._close(ended=True)
+        return event
+
+    def poll(self) -> TokenEvent | None:
+        """What has come since the last event, as one; None for nothing. Nobody may be waiting for the next event."""
+        if not self._open:
+            return None
+        event = self._streams.take(self._request_id, wakes=False)
+        if event is not None and event.finish_reason is not None:
             self._close(ended=True)
         return event
 

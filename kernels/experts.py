@@ -27,6 +27,7 @@ __all__ = [
     "BlockFormat",
     "DenseExpert",
     "bytes_at",
+    "copy_blocks",
     "read_expert",
     "run_experts",
 ]
@@ -67,3 +68,18 @@ def run_experts(
     if tee is not None:
         triton_experts.copy_blocks(table, tee, where.num_bytes)
     return out
+
+
+def copy_blocks(table: torch.Tensor, targets: torch.Tensor, num_bytes: int) -> None:
+    """Copies the block at address ``table[expert]`` to ``targets[expert]`` for every expert whose target is not 0.
+
+    Args:
+        table, targets: [num_experts] int64 addresses, 128-byte aligned: device memory, or mapped host memory.
+        num_bytes: of a block, a multiple of 128.
+    """
+    if not table.is_cuda:
+        reference.copy_blocks(table, targets, num_bytes)
+        return
+    from kernels._triton import experts as triton_experts
+
+    triton_experts.copy_blocks(table, targets, num_bytes)

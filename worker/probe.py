@@ -10,15 +10,23 @@ from pathlib import Path
 
 import torch
 
+from kernels.experts import copy_blocks
+from memory.device.host_region import HostRegion, pin, unpin
+
 COPY_BYTES = 256 * 2**20
 REPEATS = 5
+BLOCK_BYTES = 4 * 2**20
+"""Of the blocks that are gathered: about an expert of Qwen3-30B-A3B in FP8."""
+PIN_TRIAL_BYTES = 4 * 2**30
+"""So much is pinned on trial, and no more than a quarter of what the machine reports."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredMachine:
     """Rates in bytes per second, memory rates count bytes read and bytes written; 0 without a GPU.
 
-    ``lines`` says the same in words, each with its conditions.
+    ``link_bytes_per_s`` is one large copy's; ``gather_bytes_per_s`` what GPU programs reach that read scattered blocks
+    in place, as they read missing experts. ``lines`` says the same in words, each with its conditions.
     """
 
     gpu_bytes: int
@@ -27,34 +35,39 @@ class MeasuredMachine:
     host_memory_bytes_per_s: float
     pinnable_bytes: int
     lines: tuple[str, ...]
+    gather_bytes_per_s: float = 0.0
 
 
 def measure_machine() -> MeasuredMachine:
-    """Probes this machine; takes some seconds and half a gigabyte of host (and GPU) memory."""
+    """Probes this machine; takes some seconds, half a gigabyte of host (and GPU) memory, and with a GPU for a moment
+    the pinned memory of the trial."""
     pinnable, reason = pinnable_bytes()
     host_rate = host_copy_rate()
     lines = [
         f"Host memory: {host_rate / 1e9:.1f} GB/s read and written (copy of 256 MiB, {torch.get_num_threads()} "
         f"threads, best of {REPEATS}).",
-        f"Pinnable: {pinnable / 1e9:.1f} GB at most ({reason}).",
     ]
     lock_limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limited = lock_limit != resource.RLIM_INFINITY and lock_limit < pinnable
     if not torch.cuda.is_available():
+        lines.append(f"Pinnable: {pinnable / 1e9:.1f} GB at most ({reason}).")
         if limited:
             lines.append(f"ulimit -l is {lock_limit / 1e6:.1f} MB; some drivers let no process pin more.")
         lines.append("No GPU that torch can use.")
         return MeasuredMachine(0, 0.0, 0.0, host_rate, pinnable, tuple(lines))
     free, total = torch.cuda.mem_get_info()
+    pinnable, pin_line = _tried_to_pin(pinnable, reason, f"ulimit -l is {lock_limit / 1e6:.1f} MB" * limited)
     link, memory = gpu_copy_rates()
-    if limited and lock_limit < COPY_BYTES:
-        lines.append(f"256 MiB could be pinned although ulimit -l is {lock_limit / 1e6:.1f} MB.")
+    alone, many = gather_rates()
     lines += [
+        pin_line,
         f"GPU: {torch.cuda.get_device_name()}, {total / 1e9:.1f} GB, {free / 1e9:.1f} GB free.",
         f"GPU memory: {memory / 1e9:.0f} GB/s read and written (copy of 256 MiB, best of {REPEATS}).",
         f"Link: {link / 1e9:.1f} GB/s from pinned host memory (one copy of 256 MiB, best of {REPEATS}).",
+        f"Gather: {many / 1e9:.1f} GB/s by GPU programs that read 64 blocks of 4 MiB in mapped host memory, "
+        f"{alone / 1e9:.1f} GB/s one block alone (best of {REPEATS}).",
     ]
-    return MeasuredMachine(total, link, memory, host_rate, pinnable, tuple(lines))
+    return MeasuredMachine(total, link, memory, host_rate, pinnable, tuple(lines), many)
 
 
 def _best_rate(num_bytes: int, work: Callable[[], None]) -> float:
@@ -94,6 +107,72 @@ def gpu_copy_rates() -> tuple[float, float]:
         torch.cuda.synchronize()
 
     return _best_rate(COPY_BYTES, from_host), _best_rate(8 * 2 * COPY_BYTES, on_device)
+
+
+def gather_rates() -> tuple[float, float]:
+    """(one block alone, 64 blocks at once): rates at which GPU programs bring blocks from mapped host memory.
+    (0, 0) where the memory for it cannot be pinned."""
+    region = HostRegion(COPY_BYTES)
+    if pin(region.data) is not None:
+        return 0.0, 0.0
+    try:
+        steps = torch.arange(COPY_BYTES // BLOCK_BYTES, device="cuda") * BLOCK_BYTES
+        addresses = region.data.data_ptr() + steps
+        return gather_rate(addresses[:1], BLOCK_BYTES), gather_rate(addresses, BLOCK_BYTES)
+    finally:
+        unpin(region.data)
+
+
+def gather_rate(addresses: torch.Tensor, num_bytes: int) -> float:
+    """Bytes per second at which the device brings the blocks of ``num_bytes`` at ``addresses`` [n] int64 to its own
+    memory, in one launch; takes that much of it. On a CPU: at which it copies them."""
+    target = torch.empty(len(addresses) * num_bytes, dtype=torch.uint8, device=addresses.device)
+    targets = target.data_ptr() + torch.arange(len(addresses), device=addresses.device) * num_bytes
+
+    def bring() -> None:
+        copy_blocks(addresses, targets, num_bytes)
+        if addresses.is_cuda:
+            torch.cuda.synchronize()
+
+    return _best_rate(len(addresses) * num_bytes, bring)
+
+
+def _tried_to_pin(pinnable: int, reason: str, lock_sentence: str) -> tuple[int, str]:
+    """What can be pinned by a trial, and a line about it. A trial that succeeds leaves the reported limit standing."""
+    trial = min(PIN_TRIAL_BYTES, pinnable // 4)
+    pinned, seconds = pinned_on_trial(trial)
+    tail = f"; {lock_sentence}" if lock_sentence else ""
+    if pinned < trial:
+        return pinned, (
+            f"Pinnable: {pinned / 1e9:.2f} GB, found by trial; more was refused{tail} (reported: "
+            f"{pinnable / 1e9:.1f} GB, {reason})."
+        )
+    return pinnable, (
+        f"Pinnable: {pinnable / 1e9:.1f} GB at most ({reason}{tail}); {pinned / 1e9:.2f} GB were pinned on trial in "
+        f"{seconds:.2f} s."
+    )
+
+
+def pinned_on_trial(num_bytes: int, pinned: Callable[[int], bool] | None = None) -> tuple[int, float]:
+    """(bytes, seconds): pins ``num_bytes``, and where that is refused finds the most that is not, to an eighth of it.
+    ``pinned`` tries a size (default: on the GPU's driver)."""
+    tries = pinned or _pins
+    started = time.perf_counter()
+    if tries(num_bytes):
+        return num_bytes, time.perf_counter() - started
+    good, bad = 0, num_bytes
+    while bad - good > max(bad // 8, 2**20):
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if tries(middle) else (good, middle)
+    return good, time.perf_counter() - started
+
+
+def _pins(num_bytes: int) -> bool:
+    region = HostRegion(num_bytes)
+    if pin(region.data) is not None:
+        return False
+    unpin(region.data)
+    return True
 
 
 def pinnable_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> tuple[int, str]:

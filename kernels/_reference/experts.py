@@ -161,6 +161,13 @@ def run_experts(
     return _combine(partial.view(tokens, per_token, width), weights, experts).to(x.dtype)
 
 
+def copy_blocks(table: torch.Tensor, targets: torch.Tensor, num_bytes: int) -> None:
+    """See the face."""
+    for source, target in zip(table.tolist(), targets.tolist(), strict=True):
+        if target:
+            bytes_at(target, num_bytes).copy_(bytes_at(source, num_bytes))
+
+
 def _expert(
     rows: torch.Tensor, block: torch.Tensor, where: BlockFormat, inner: int, activation: Activation
 ) -> torch.Tensor:

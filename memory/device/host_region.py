@@ -6,6 +6,7 @@ complete; others wait for that and map it; it outlives a replica's restart, and 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import mmap
@@ -106,8 +107,19 @@ def pin(data: torch.Tensor) -> str | None:
     code = int(runtime.cudaHostRegister(data.data_ptr(), data.numel(), mapped_and_portable))
     if code == 0:
         return None
-    runtime.cudaGetLastError()
+    _clear_error()
     return (
         f"the driver refused to pin {data.numel() / 1e9:.1f} GB of host memory (CUDA error {code}): see `ulimit -l`;"
         " under WSL2 about half of the machine's memory can be pinned"
     )
+
+
+def _clear_error() -> None:
+    """Lets a launch meet the driver's last error, which ends it: torch has no other call that does."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
+
+
+def unpin(data: torch.Tensor) -> None:
+    """Ends what :func:`pin` began; no kernel may be reading. Memory that is unmapped while registered stays pinned."""
+    torch.cuda.cudart().cudaHostUnregister(data.data_ptr())

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from worker.probe import measure_machine, pinnable_bytes
+from kernels.experts import copy_blocks
+from memory.device.host_region import pin, unpin
+from worker.probe import gather_rate, measure_machine, pinnable_bytes, pinned_on_trial
 
 MEMINFO = "MemTotal:       32000000 kB\nMemFree: 1 kB\nMemAvailable:   20000000 kB\n"
 
@@ -41,8 +43,53 @@ def test_this_machine_is_measured() -> None:
         assert measured.lines[-1] == "No GPU that torch can use."
 
 
+def test_blocks_are_copied_where_they_are_wanted() -> None:
+    blocks = torch.arange(3 * 256).to(torch.uint8).view(3, 256)
+    kept = torch.zeros(2, 256, dtype=torch.uint8)
+    table = blocks.data_ptr() + 256 * torch.arange(3)
+    targets = torch.tensor([kept[1].data_ptr(), 0, kept[0].data_ptr()])
+    copy_blocks(table, targets, 256)
+    assert torch.equal(kept, blocks[[2, 0]])
+
+
+def test_the_rate_of_a_gather_counts_every_block() -> None:
+    blocks = torch.ones(32, 1 << 18, dtype=torch.uint8)
+    addresses = blocks.data_ptr() + (1 << 18) * torch.arange(32)
+    assert 1e8 < gather_rate(addresses, 1 << 18) < 1e12
+
+
+@pytest.mark.parametrize(("limit", "low"), [(10**12, 2**32), (3 * 10**9, 2.5e9), (10**8, 8e7), (0, 0)])
+def test_the_limit_of_pinning_is_found_by_trial(limit: int, low: float) -> None:
+    asked = []
+
+    def pinned(num_bytes: int) -> bool:
+        asked.append(num_bytes)
+        return num_bytes <= limit
+
+    found, _ = pinned_on_trial(2**32, pinned)
+    assert low <= found <= limit
+    assert len(asked) < 20
+    if limit > 2**32:
+        assert (found, asked) == (2**32, [2**32])
+
+
 @pytest.mark.gpu
 def test_a_gpu_is_measured() -> None:
     measured = measure_machine()
     assert measured.gpu_bytes == torch.cuda.mem_get_info()[1]
     assert 1e9 < measured.link_bytes_per_s < measured.memory_bytes_per_s < 2e13
+    assert 0.5 * measured.link_bytes_per_s < measured.gather_bytes_per_s < 1.2 * measured.link_bytes_per_s
+    said = " ".join(measured.lines)
+    assert "pinned on trial" in said or "found by trial" in said
+    assert "GB/s one block alone" in said
+
+
+@pytest.mark.gpu
+def test_a_refused_pin_leaves_no_error_behind() -> None:
+    data = torch.zeros(1 << 20, dtype=torch.uint8)
+    assert pin(data) is None
+    assert "refused to pin" in str(pin(data)), "registered already"
+    torch.ones(8, device="cuda").sum().item()
+    unpin(data)
+    assert pin(data) is None
+    unpin(data)

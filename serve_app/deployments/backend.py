@@ -6,9 +6,11 @@ import asyncio
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from serve_app.deployments.dispatch import Dispatcher
 from serve_app.deployments.protocol import WorkerReport
+from serve_app.http.admin import ReplicaAnswer, ReplicaState, UnknownReplica
 from serve_app.http.backend import ServedModel
 from serve_app.telemetry import metrics as names
 from serve_app.telemetry.metrics import RouterFacts, RouterMetrics
@@ -75,12 +77,39 @@ class RouterBackend:
             service.dispatcher.report(report)
 
     def is_ready(self) -> bool:
-        """Whether a worker of every model has reported lately."""
-        return all(service.dispatcher.live_reports() for service in self._services.values())
+        """Whether a worker of every model has reported lately, or would be started by a request."""
+        return all(service.dispatcher.is_ready() for service in self._services.values())
 
     def metrics_page(self) -> tuple[bytes, str]:
         """The metrics in Prometheus text form, and its content type."""
         return self._metrics.page()
+
+    def replicas(self) -> list[ReplicaState]:
+        """See :class:`serve_app.http.admin.Operations`."""
+        now_s = time.monotonic()
+        return [
+            ReplicaState(name, report.replica_id, now_s - at_s, report.snapshot)
+            for name, service in self._services.items()
+            for at_s, report in service.dispatcher.timed_reports()
+        ]
+
+    async def ask(self, question: str, *given: Any, replica: str, timeout_s: float) -> list[ReplicaAnswer]:
+        """See :class:`serve_app.http.admin.Operations`."""
+        asked = [
+            service.dispatcher.ask_all(question, *given, only=replica, timeout_s=timeout_s)
+            for service in self._services.values()
+        ]
+        by_model = await asyncio.gather(*asked)
+        found = [
+            ReplicaAnswer(name, who, None, f"{type(answer).__name__}: {answer}")
+            if isinstance(answer, Exception)
+            else ReplicaAnswer(name, who, answer)
+            for name, answered in zip(self._services, by_model, strict=True)
+            for who, answer in answered.items()
+        ]
+        if replica and not found:
+            raise UnknownReplica(replica)
+        return found
 
     def _snapshots(self) -> Mapping[str, WorkerSnapshot]:
         reports = [

@@ -9,15 +9,16 @@ import asyncio
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Any
 
 from serve_app.deployments.protocol import (
     Accepted,
     Refused,
     ReplicaGone,
-    ReplicaStream,
     Transport,
     WorkerReport,
 )
+from serve_app.deployments.watching import StreamWatch, Watchers
 from serve_app.http.errors import WorkerLost
 from serve_app.policies.admission import AdmissionConfig, AdmissionQueue
 from serve_app.policies.placement import VETOED, Busy, Choice, Outcome, Placement, RequestFacts
@@ -30,6 +31,8 @@ BAN_S = 1.0
 """A replica that Serve no longer routes to may still report while it drains; for so long that is not believed. No
 longer, as a new replica may also report before Serve routes to it."""
 DEAD_S = 5.0
+ASK_AFTER_S = 1.5
+"""Workers report every half second at least; one that has not for so long is asked."""
 TICK_S = 0.25
 
 
@@ -39,11 +42,15 @@ class _NotRouted(Exception):
 
 @dataclass(frozen=True, slots=True)
 class DispatchConfig:
-    """``accept_timeout_s``: a worker that has not taken a request in by then is passed over."""
+    """``accept_timeout_s``: a worker that has not taken a request in by then is passed over. ``request_timeout_s``: a
+    request that has not ended by then ends with an error. ``from_zero``: there may be no worker at all, and a request
+    that waits then makes Serve start one."""
 
     max_queue: int
     queue_timeout_s: float
     accept_timeout_s: float
+    request_timeout_s: float = 600.0
+    from_zero: bool = False
 
 
 @dataclass
@@ -77,7 +84,11 @@ class Dispatcher:
         self._waiting: dict[str, _Waiting] = {}
         self._banned_until_s: dict[str, float] = {}
         self._reports: dict[str, tuple[float, WorkerReport]] = {}
+        self._watchers = Watchers(DEAD_S)
         self._model_known = asyncio.Event()
+        self._num_asking = 0
+        self._waking: asyncio.Task[None] | None = None
+        self._asked: dict[str, asyncio.Task[None]] = {}
         self.model: ModelInfo | None = None
         self.counts = DispatchCounts()
 
@@ -86,6 +97,7 @@ class Dispatcher:
     def report(self, report: WorkerReport) -> None:
         """Takes a worker's report in, and places what waits for room."""
         now_s = time.monotonic()
+        self._watchers.heard(report.replica_id, now_s)
         if self._banned_until_s.get(report.replica_id, 0.0) > now_s:
             return
         self._banned_until_s.pop(report.replica_id, None)
@@ -97,17 +109,28 @@ class Dispatcher:
 
     def live_reports(self) -> list[WorkerReport]:
         """The last report of each worker that has reported lately."""
+        return [report for _, report in self.timed_reports()]
+
+    def timed_reports(self) -> list[tuple[float, WorkerReport]]:
+        """The same, each with the time at which it came (monotonic clock)."""
         now_s = time.monotonic()
-        return [report for at_s, report in self._reports.values() if now_s - at_s < DEAD_S]
+        return [entry for entry in self._reports.values() if now_s - entry[0] < DEAD_S]
+
+    def is_ready(self) -> bool:
+        """Whether requests can be served: a worker lives, or the first request would start one."""
+        return self._config.from_zero or bool(self.live_reports())
 
     async def known_model(self) -> ModelInfo:
         """Facts of the model; waits for the first report, Overloaded after ``queue_timeout_s``."""
         if self.model is None:
+            self._num_asking += 1
             try:
                 async with asyncio.timeout(self._config.queue_timeout_s):
                     await self._model_known.wait()
             except TimeoutError:
                 raise Overloaded("No worker has started yet.", 5.0) from None
+            finally:
+                self._num_asking -= 1
         assert self.model is not None
         return self.model
 
@@ -120,7 +143,10 @@ class Dispatcher:
             for replica_id, (at_s, _) in list(self._reports.items()):
                 if now_s - at_s > DEAD_S:
                     self._forget(replica_id)
+            self._ask_the_silent(now_s)
+            await self._watchers.look(now_s)
             self._place_waiting()
+            self._wake_if_needed()
 
     @property
     def num_waiting(self) -> int:
@@ -142,12 +168,14 @@ class Dispatcher:
             prefix=block_hashes(request.prompt_token_ids, request.cache_salt),
             affinity_keys=(request.affinity_key,) if request.affinity_key else (),
         )
-        deadline_s = time.monotonic() + self._config.queue_timeout_s
+        arrived_s = time.monotonic()
+        placed_by_s = arrived_s + min(self._config.queue_timeout_s, self._config.request_timeout_s)
+        ended_by_s = arrived_s + self._config.request_timeout_s
         refused_by: set[str] = set()
-        choice = await self._wait_for_place(request.request_id, facts, deadline_s, refused_by)
+        choice = await self._wait_for_place(request.request_id, facts, placed_by_s, refused_by)
         while True:
             try:
-                return await self._start(choice, request)
+                return await self._start(choice, request, ended_by_s)
             except _NotRouted:
                 # Nobody was asked. It may be a new worker that Serve does not route to yet: it is banned for a moment.
                 self.counts.retried("gone")
@@ -156,7 +184,7 @@ class Dispatcher:
                 if not self._others_than(refused_by):
                     raise
                 self.counts.retried("refused" if isinstance(error, Overloaded) else "lost")
-            choice = await self._wait_for_place(request.request_id, facts, deadline_s, refused_by)
+            choice = await self._wait_for_place(request.request_id, facts, placed_by_s, refused_by)
 
     async def _wait_for_place(
         self, key: str, facts: RequestFacts, deadline_s: float, exclude: Collection[str]
@@ -195,6 +223,7 @@ class Dispatcher:
                 placed.set_exception(
                     Overloaded(f"No worker had room within {self._config.queue_timeout_s:g} s.", retry_s)
                 )
+        passed_over = []
         while (key := self._queue.take(now_s)) is not None:
             waiting = self._waiting[key]
             if waiting.placed.done():  # its client left, and its task has not run since
@@ -207,28 +236,35 @@ class Dispatcher:
                 waiting.placed.set_exception(WorkerLost("no other worker is left to try"))
                 continue
             if isinstance(choice, Busy):
-                self._queue.put_back(key)
-                return
+                passed_over.append(key)
+                if waiting.exclude:
+                    continue  # those behind may go where it was refused
+                break
             self._queue.served(key, now_s)
             waiting.placed.set_result(choice)
+        for key in reversed(passed_over):
+            self._queue.put_back(key)
 
-    async def _start(self, choice: Choice, request: GenerateRequest) -> TokenStream:
-        """One try at one replica, up to its first tokens. Raises what the worker answers, WorkerLost, EngineDead."""
+    async def _start(self, choice: Choice, request: GenerateRequest, ended_by_s: float) -> TokenStream:
+        """One try at one replica, up to its first tokens. Raises what the worker answers, WorkerLost, EngineDead, or
+        DeadlinePassed."""
         stream = self._transport.start(choice.replica_id, request)
+        watch = self._watchers.watch(choice.replica_id, stream, ended_by_s)
         try:
-            first = await self._first_tokens(choice, stream)
+            first = await self._first_tokens(choice, watch)
         except BaseException:
             self._end(choice, VETOED)
+            self._watchers.unwatch(watch)
             await stream.aclose()
             raise
         self._placement.started(choice.ticket, time.monotonic())
-        return PlacedStream(self, choice, stream, first)
+        return PlacedStream(self, choice, watch, first)
 
-    async def _first_tokens(self, choice: Choice, stream: ReplicaStream) -> TokenEvent:
+    async def _first_tokens(self, choice: Choice, stream: StreamWatch) -> TokenEvent:
         try:
             # Not wait_for: before Python 3.12 that can swallow the cancellation of a client that leaves.
             async with asyncio.timeout(self._config.accept_timeout_s):
-                item = await anext(stream)
+                item = await stream.next()
         except TimeoutError:
             raise WorkerLost(f"no answer within {self._config.accept_timeout_s:g} s") from None
         except ReplicaGone as error:
@@ -243,7 +279,9 @@ class Dispatcher:
             raise item.error
         if isinstance(item, Accepted):
             self._placement.report(choice.replica_id, item.snapshot, time.monotonic())
-            item = await anext(stream)
+            item = await stream.next()
+        if isinstance(item, Refused):
+            raise item.error  # taken in, and found impossible before its first token
         assert isinstance(item, TokenEvent)
         if item.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             # Tokens may have come with it, but the client has seen none: it can start anew elsewhere.
@@ -254,12 +292,58 @@ class Dispatcher:
         self._placement.done(choice.ticket, time.monotonic(), outcome)
         self._place_waiting()
 
+    def _wake_if_needed(self) -> None:
+        """Where no worker is left and somebody waits, Serve is made to start one; once, until it has."""
+        somebody = self.num_waiting or self._num_asking
+        if not (self._config.from_zero and somebody) or self._placement.views:
+            return
+        if self._waking is None or self._waking.done():
+            self._waking = asyncio.create_task(self._wake())
+
+    async def _wake(self) -> None:
+        report = await self._transport.wake()
+        if report is not None:
+            self.report(report)
+
+    def _ask_the_silent(self, now_s: float) -> None:
+        """A worker whose pushes stopped may be well: the way of its reports is not the way of its streams."""
+        for replica_id, (at_s, _) in self._reports.items():
+            if now_s - at_s > ASK_AFTER_S and replica_id not in self._asked:
+                self._asked[replica_id] = asyncio.create_task(self._ask_for_report(replica_id))
+
+    async def _ask_for_report(self, replica_id: str) -> None:
+        try:
+            async with asyncio.timeout(ASK_AFTER_S):
+                report = await self._transport.ask(replica_id, "worker_report")
+        except (WorkerLost, ReplicaGone, TimeoutError):
+            return
+        finally:
+            self._asked.pop(replica_id, None)
+        self.report(report)
+
+    async def ask_all(
+        self, question: str, *given: Any, only: str = "", timeout_s: float = 5.0
+    ) -> dict[str, Any]:
+        """Asks every live worker (or ``only`` one), all at once; by replica id the answer, or the exception in its
+        place. ``question`` is a method of Worker."""
+
+        async def one(replica_id: str) -> Any:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    return await self._transport.ask(replica_id, question, *given)
+            except (WorkerLost, ReplicaGone, TimeoutError) as error:
+                return error
+
+        asked = [report.replica_id for report in self.live_reports() if only in ("", report.replica_id)]
+        return dict(zip(asked, await asyncio.gather(*map(one, asked)), strict=True))
+
     def _forget(self, replica_id: str) -> None:
         self._placement.remove(replica_id)
         self._reports.pop(replica_id, None)
 
-    def ended(self, choice: Choice, last: TokenEvent) -> None:
+    def ended(self, choice: Choice, watch: StreamWatch, last: TokenEvent) -> None:
         """A placed stream is over: ``last`` is its last event so far."""
+        self._watchers.unwatch(watch)
         timeline = last.timeline
         completed = last.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
         cached = timeline.num_cached_tokens if timeline is not None else None
@@ -272,7 +356,7 @@ class PlacedStream:
     """The events of a request at its worker. Closing it, at any time, aborts the request there."""
 
     def __init__(
-        self, dispatcher: Dispatcher, choice: Choice, stream: ReplicaStream, first: TokenEvent
+        self, dispatcher: Dispatcher, choice: Choice, stream: StreamWatch, first: TokenEvent
     ) -> None:
         self._dispatcher = dispatcher
         self._choice = choice
@@ -292,11 +376,14 @@ class PlacedStream:
             await self.aclose()
             raise StopAsyncIteration
         try:
-            item = await anext(self._stream)
+            item = await self._stream.next()
         except BaseException:
             await self.aclose()
             raise
-        assert isinstance(item, TokenEvent)
+        if not isinstance(item, TokenEvent):
+            await self.aclose()
+            assert isinstance(item, Refused)
+            raise item.error
         self._last = item
         return item
 
@@ -305,5 +392,5 @@ class PlacedStream:
         if self._closed:
             return
         self._closed = True
-        self._dispatcher.ended(self._choice, self._last)
+        self._dispatcher.ended(self._choice, self._stream, self._last)
         await self._stream.aclose()

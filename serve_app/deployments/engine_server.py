@@ -8,8 +8,11 @@ from typing import Any, cast
 
 from serve_app.deployments.protocol import Accepted, Refused, StreamItem
 from serve_app.policies.coalescing import CoalescingConfig, interval_s
-from worker.api import Engine, GenerateRequest, WorkerSnapshot
+from worker.api import Engine, FinishReason, GenerateRequest, WorkerSnapshot
 from worker.errors import EngineDead, InvalidRequest, Overloaded
+
+REPORTS = {"experts": "expert_report", "arena": "arena_report"}
+"""Reports by name, and the method of an engine that makes each; an engine need not have it."""
 
 
 class EngineServer:
@@ -20,6 +23,7 @@ class EngineServer:
         self._coalescing = coalescing
         self.num_streams = 0
         self._leaving: set[asyncio.Future[None]] = set()
+        self._draining: asyncio.Future[int] | None = None
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[StreamItem]:
         """Starts a request: an :class:`Accepted` and its events, or one :class:`Refused`. Leaving early aborts it."""
@@ -33,6 +37,9 @@ class EngineServer:
         try:
             yield Accepted(self.engine.snapshot())
             async for event in events:
+                if event.finish_reason is FinishReason.ERROR and self._is_at_fault(request):
+                    yield Refused(InvalidRequest("response_format", event.error), None)
+                    return
                 yield event
                 if event.finish_reason is None:
                     # What comes meanwhile is gathered in the engine's mailbox and leaves as one message.
@@ -60,6 +67,42 @@ class EngineServer:
             events = cast("Any", self.engine.stream(request_id))
             self._leaving.add(task := asyncio.ensure_future(events.aclose()))
             task.add_done_callback(self._leaving.discard)
+
+    def _is_at_fault(self, request: GenerateRequest) -> bool:
+        """Whether a request that ended in error did so by itself: its grammar gave up, and the engine lives on."""
+        if request.grammar is None:
+            return False
+        try:
+            self.engine.check_health()
+        except EngineDead:
+            return False
+        return True
+
+    # -- operations -----------------------------------------------------------------------------------------------
+
+    async def report(self, name: str) -> Any:
+        """The engine's report of that name as plain JSON values; None where this engine has none to give. Raises
+        KeyError for a name that no engine has."""
+        read = getattr(self.engine, REPORTS[name], None)
+        return await asyncio.to_thread(read) if read is not None else None
+
+    async def flush_prefixes(self) -> int | None:
+        """Empties the prefix cache; the bytes that came free, None where the engine has no such cache."""
+        flush = getattr(self.engine, "flush_prefix_cache", None)
+        return await asyncio.to_thread(flush) if flush is not None else None
+
+    async def drain(self, timeout_s: float) -> int:
+        """Refuses new requests and waits for the streams; how many were left and aborted. Also when the caller leaves,
+        it goes on. Afterwards :meth:`check_health` asks for the replica to be replaced."""
+        if self._draining is None:
+            self._draining = asyncio.ensure_future(self.engine.drain(timeout_s))
+        return await asyncio.shield(self._draining)
+
+    def check_health(self) -> None:
+        """Raises EngineDead where the engine is dead, or drained and read to the end."""
+        if self._draining is not None and self._draining.done() and not self.num_streams:
+            raise EngineDead("The worker is drained.")
+        self.engine.check_health()
 
     def _snapshot_if_alive(self) -> WorkerSnapshot | None:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from worker.api import GenerateRequest, ModelInfo, TokenEvent, WorkerSnapshot
 from worker.errors import EngineDead, InvalidRequest, Overloaded
@@ -18,7 +18,8 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Only item of a stream: the worker does not take the request, why, and its state now."""
+    """Last item of a stream: the worker does not take the request, why, and its state now. As the only item it is a
+    veto; behind others, the request itself turned out to be impossible."""
 
     error: InvalidRequest | Overloaded | EngineDead
     snapshot: WorkerSnapshot | None
@@ -58,4 +59,12 @@ class Transport(Protocol):
 
     def start(self, replica_id: str, request: GenerateRequest) -> ReplicaStream:
         """Sends the request; answers at once."""
+        ...
+
+    async def ask(self, replica_id: str, question: str, *given: Any) -> Any:
+        """Calls a method of a worker once. Raises WorkerLost (also for what the method raised) or ReplicaGone."""
+        ...
+
+    async def wake(self) -> WorkerReport | None:
+        """The report of whichever worker is there first. Waiting for one makes Serve start it where there is none."""
         ...

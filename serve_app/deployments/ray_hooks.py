@@ -17,13 +17,17 @@ from typing import Any
 from ray import serve
 from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
 from ray.serve import context as serve_context
+from ray.serve._private import constants as serve_constants
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from serve_app.deployments.protocol import ReplicaGone, StreamItem
+from serve_app.deployments.protocol import ReplicaGone, StreamItem, WorkerReport
 from serve_app.http.errors import WorkerLost
 from worker.api import GenerateRequest
+
+ANY = ""
+"""The first argument of a call that any replica may answer."""
 
 
 class PinnedRouter(RequestRouter):
@@ -35,7 +39,9 @@ class PinnedRouter(RequestRouter):
         if pending_request is None:
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True
-        target = pending_request.args[0] if pending_request.args else ""
+        target = pending_request.args[0] if pending_request.args else ANY
+        if target == ANY:
+            return [candidate_replicas]
         for replica in candidate_replicas:
             if replica.replica_id.unique_id == target:
                 return [[replica]]
@@ -49,10 +55,26 @@ class PinnedCalls:
 
     def __init__(self, worker: DeploymentHandle[Any]) -> None:
         self._worker = worker.options(stream=True)
+        self._plain = worker
 
     def start(self, replica_id: str, request: GenerateRequest) -> PinnedStream:
         """Calls ``Worker.generate`` on that replica."""
         return PinnedStream(in_fresh_context(lambda: self._worker.generate.remote(replica_id, request)))
+
+    async def ask(self, replica_id: str, question: str, *given: Any) -> Any:
+        """Calls ``Worker.<question>`` on that replica."""
+        try:
+            return await in_fresh_context(lambda: getattr(self._plain, question).remote(replica_id, *given))
+        except (RayTaskError, RayActorError, TaskCancelledError) as error:
+            raise _lost(error) from error
+
+    async def wake(self) -> WorkerReport | None:
+        """Asks any replica for its report: a call that waits is what Serve starts a first replica for."""
+        try:
+            report: WorkerReport = await self.ask(ANY, "worker_report")
+        except (WorkerLost, DeploymentUnavailableError):
+            return None
+        return report
 
 
 class PinnedStream:
@@ -72,13 +94,9 @@ class PinnedStream:
         except StopAsyncIteration:
             self._over = True
             raise
-        except RayTaskError as error:
+        except (RayTaskError, RayActorError, TaskCancelledError) as error:
             self._over = True
-            cause = error.cause if isinstance(error.cause, Exception) else error
-            raise WorkerLost(f"{type(cause).__name__}: {cause}") from error
-        except (RayActorError, TaskCancelledError) as error:
-            self._over = True
-            raise WorkerLost(type(error).__name__) from error
+            raise _lost(error) from error
         except Exception:
             # Never sent: the request router failed it (ReplicaGone), or Serve itself did.
             self._over = True
@@ -91,6 +109,19 @@ class PinnedStream:
             # Cancelling looks at the call's outcome and raises that if it failed meanwhile: then it is over, too.
             with suppress(Exception):
                 self._response.cancel()
+
+
+def _lost(error: Exception) -> WorkerLost:
+    """Ray's error in the service's own words."""
+    if isinstance(error, RayTaskError):
+        cause = error.cause if isinstance(error.cause, Exception) else error
+        return WorkerLost(f"{type(cause).__name__}: {cause}")
+    return WorkerLost(type(error).__name__)
+
+
+def behind_haproxy() -> bool:
+    """Whether Serve's HAProxy stands in front: it does not say whom it speaks for."""
+    return bool(serve_constants.RAY_SERVE_ENABLE_HA_PROXY)
 
 
 def in_fresh_context(call: Callable[[], Any]) -> Any:

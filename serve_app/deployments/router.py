@@ -61,11 +61,13 @@ class Router:
         services = [_service(model, worker) for model, worker in zip(args.models, workers, strict=True)]
         self._backend = RouterBackend(services)
         keys = KeyRing(Path(args.api_keys_file)) if args.api_keys_file else None
-        self._access = AccessRules(keys, args.max_body_bytes)
+        # HAProxy does not say whom it speaks for: behind it, everybody would be on this machine.
+        trusts_loopback = not ray_hooks.behind_haproxy()
+        self._access = AccessRules(keys, args.max_body_bytes, trusts_loopback)
         self._housekeeping = [asyncio.create_task(service.dispatcher.run()) for service in services]
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_app(self._backend, self._access)
+        return create_app(self._backend, self._access, self._backend)
 
     def check_health(self) -> None:
         """Called by Serve; raises RuntimeError, upon which Serve replaces the replica."""

@@ -61,11 +61,29 @@ class Worker:
         """The engine's state now."""
         return self._engine.snapshot()
 
+    # Called by Routers and, through them, by operators. ``replica_id`` is for the request router alone.
+
+    async def worker_report(self, replica_id: str) -> WorkerReport:
+        """What would be pushed now."""
+        return WorkerReport(ray_hooks.own_replica_id(), self._engine.model, self._engine.snapshot())
+
+    async def engine_report(self, replica_id: str, name: str) -> Any:
+        """See :meth:`EngineServer.report`."""
+        return await self._server.report(name)
+
+    async def flush_prefixes(self, replica_id: str) -> int | None:
+        """See :meth:`EngineServer.flush_prefixes`."""
+        return await self._server.flush_prefixes()
+
+    async def drain(self, replica_id: str, timeout_s: float) -> int:
+        """See :meth:`EngineServer.drain`; Serve starts another replica in its place afterwards."""
+        return await self._server.drain(timeout_s)
+
     def check_health(self) -> None:
         """Called by Serve; raises EngineDead, upon which Serve replaces the replica."""
         if self._reports.done():
             raise EngineDead("The worker's reports have stopped.")
-        self._engine.check_health()
+        self._server.check_health()
 
     def record_routing_stats(self) -> dict[str, float]:
         """Serve's own slow channel; shows in its metrics."""

@@ -1,13 +1,18 @@
-"""Who may call: checks the key ahead of every route, holds it to its limits, and bounds every body."""
+"""Who may call: checks the key ahead of every route, holds it to its limits, and bounds every body.
+
+Operators' routes are for callers on this machine, and for admin keys.
+"""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from ipaddress import ip_address
 
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from serve_app.http.admin import ADMIN_PATHS
 from serve_app.http.api_keys import KeyEntry, KeyRing
 from serve_app.http.choices import AnswerPlan
 from serve_app.http.errors import ApiError
@@ -19,10 +24,12 @@ SESSION_HEADER = "x-session-id"
 
 @dataclass(frozen=True, slots=True)
 class AccessRules:
-    """``keys``: None lets everyone in. ``max_body_bytes``: bound of every body, also of keys without one."""
+    """``keys``: None lets everyone in, but operators' routes. ``max_body_bytes``: bound of every body, also of keys
+    without one. ``trusts_loopback``: whether the address that a request comes from is the caller's own."""
 
     keys: KeyRing | None = None
     max_body_bytes: int = 32 * 1024 * 1024
+    trusts_loopback: bool = True
 
 
 class BodyTooLarge(Exception):
@@ -46,10 +53,15 @@ class AccessMiddleware:
             await self._app(scope, receive, send)
             return
         keys = self._rules.keys
-        if keys is None or _path(scope) in OPEN_PATHS:
+        is_admin = _is_under(_path(scope), ADMIN_PATHS)
+        is_open = is_admin and self._rules.trusts_loopback and _is_local(HTTPConnection(scope))
+        if is_open or (keys is None and not is_admin) or _path(scope) in OPEN_PATHS:
             await self._bounded(scope, receive, send, self._rules.max_body_bytes)
             return
-        entry = keys.find(_bearer(scope), time.monotonic())
+        entry = keys.find(_bearer(scope), time.monotonic()) if keys is not None else None
+        if keys is None or (is_admin and entry is not None and not entry.admin):
+            await _refuse(scope, receive, send, _not_an_operator())
+            return
         if entry is None:
             await _refuse(scope, receive, send, _unknown_key())
             return
@@ -115,6 +127,30 @@ def _unknown_key() -> ApiError:
         code="invalid_api_key",
         headers=headers,
     )
+
+
+def _not_an_operator() -> ApiError:
+    return ApiError(
+        403,
+        'This is for callers on the machine itself and for keys with "admin": true.',
+        "permission_error",
+        code="not_an_operator",
+    )
+
+
+def _is_under(path: str, roots: tuple[str, ...]) -> bool:
+    return any(path == root or path.startswith(root + "/") for root in roots)
+
+
+def _is_local(connection: HTTPConnection) -> bool:
+    """Whether the caller is on this machine: by its address, and not a proxy or a web page that speaks for others."""
+    headers = connection.headers
+    if any(name in headers for name in ("x-forwarded-for", "forwarded", "x-real-ip", "origin")):
+        return False
+    try:
+        return connection.client is not None and ip_address(connection.client.host).is_loopback
+    except ValueError:
+        return False
 
 
 def _bearer(scope: Scope) -> str:

@@ -1,7 +1,8 @@
 """API keys: a file of hashes with limits per key, read again when it changes, and the counts those limits need.
 
 The file is JSON, ``{"keys": [{"name": "alice", "sha256": "..", "requests_per_minute": 60, "max_concurrent": 8,
-"max_body_bytes": 1000000}]}``; limits may be left out. Keys are long random strings, so a plain SHA-256 is enough.
+"max_body_bytes": 1000000}]}``; limits may be left out, and ``"admin": true`` opens operators' routes. Keys are long
+random strings, so a plain SHA-256 is enough.
 ``python -m serve_app.http.api_keys NAME`` makes a key and prints it, once, with its entry for the file.
 """
 
@@ -30,6 +31,7 @@ class KeyEntry(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
     name: str = Field(min_length=1)
+    admin: bool = False
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     requests_per_minute: float = Field(default=0, ge=0)
     max_concurrent: int = Field(default=0, ge=0)

@@ -27,6 +27,10 @@ class WorkerLost(Exception):
     """The worker that held the request died or could not be reached, and it cannot be run elsewhere."""
 
 
+class DeadlinePassed(Exception):
+    """The request took longer than requests may take here."""
+
+
 @dataclass(frozen=True, slots=True)
 class ApiError:
     """One error answer.
@@ -74,6 +78,8 @@ def describe_error(error: BaseException) -> ApiError:
         )
     if isinstance(error, EngineDead | WorkerLost):
         return ApiError(503, f"The model's worker failed: {error}", "server_error", code="worker_failed")
+    if isinstance(error, DeadlinePassed):
+        return ApiError(504, str(error), "server_error", code="deadline_passed")
     return ApiError(500, "The service met an internal error; its log has the details.", "server_error")
 
 

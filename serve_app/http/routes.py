@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 
 from serve_app.http.access import AccessMiddleware, AccessRules, BodyTooLarge, for_caller, too_large
+from serve_app.http.admin import Operations, UnknownReplica, add_admin
 from serve_app.http.backend import Backend, ServedModel
 from serve_app.http.chat import chat_body, chat_chunks, plan_chat
 from serve_app.http.choices import start_answers
@@ -29,7 +30,14 @@ from serve_app.http.documentation import (
     answers,
     document,
 )
-from serve_app.http.errors import ApiError, UnknownModel, WorkerLost, describe_error, describe_validation
+from serve_app.http.errors import (
+    ApiError,
+    DeadlinePassed,
+    UnknownModel,
+    WorkerLost,
+    describe_error,
+    describe_validation,
+)
 from serve_app.http.response_schemas import ResponseRequest
 from serve_app.http.responses import as_chat, response_body, response_events
 from serve_app.http.schemas import ChatRequest, CompletionRequest, Lenient
@@ -46,14 +54,19 @@ _Given = TypeVarTuple("_Given")
 _Made = TypeVar("_Made")
 
 
-def create_app(backend: Backend, access: AccessRules | None = None) -> FastAPI:
-    """The application. Serve makes its own trace spans, so FastAPI's are switched off where it has them."""
+def create_app(
+    backend: Backend, access: AccessRules | None = None, operations: Operations | None = None
+) -> FastAPI:
+    """The application; operators' routes only with ``operations``. Serve makes its own trace spans, so FastAPI's are
+    switched off where it has them."""
     app = FastAPI(title="Headroom", version="1", **_telemetry_off())
     app.add_middleware(AccessMiddleware, rules=access or AccessRules())
     _add_error_answers(app)
 
     _add_generation(app, backend)
     _add_facts(app, backend)
+    if operations is not None:
+        add_admin(app, operations)
     document(app)
     return app
 
@@ -156,8 +169,13 @@ def _add_error_answers(app: FastAPI) -> None:
     async def known(request: Request, error: Exception) -> Response:
         return describe_error(error).response()
 
-    for kind in (HeadroomError, UnknownModel, WorkerLost):
+    for kind in (HeadroomError, UnknownModel, WorkerLost, DeadlinePassed):
         app.add_exception_handler(kind, known)
+
+    @app.exception_handler(UnknownReplica)
+    async def unknown_replica(request: Request, error: UnknownReplica) -> Response:
+        message = f"No live worker is called {error.args[0]!r}; GET /admin/replicas lists them."
+        return ApiError(404, message, "invalid_request_error", param="replica").response()
 
     @app.exception_handler(BodyTooLarge)
     async def large(request: Request, error: BodyTooLarge) -> Response:

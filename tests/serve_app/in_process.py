@@ -44,7 +44,11 @@ class Call:
     async def __anext__(self) -> StreamItem:
         if self._replica.lost:
             raise WorkerLost("killed by the test")
+        if self._replica.stalled:
+            await asyncio.sleep(3600)
         item: StreamItem = await anext(self._items)
+        if self._replica.stalled:
+            await asyncio.sleep(3600)
         if self._replica.lost:
             raise WorkerLost("killed by the test")
         return item
@@ -63,6 +67,8 @@ class Replica:
     gone: bool = False
     vetoes: int = 0
     silent: bool = False
+    stalled: bool = False
+    script: list[StreamItem] | None = None
     num_calls: int = 0
 
     async def refuse(self) -> AsyncIterator[StreamItem]:
@@ -70,6 +76,11 @@ class Replica:
         from serve_app.deployments.protocol import Refused
 
         yield Refused(Overloaded("vetoed by the test", 2.0), self.engine.snapshot())
+
+    async def play(self, script: list[StreamItem]) -> AsyncIterator[StreamItem]:
+        """These items and no others."""
+        for item in script:
+            yield item
 
     async def hang(self) -> AsyncIterator[StreamItem]:
         """A worker that never answers."""
@@ -83,6 +94,7 @@ class Cluster:
 
     replicas: dict[str, Replica]
     dispatcher: Dispatcher
+    transport: InProcessTransport
     backend: RouterBackend
     client: httpx.AsyncClient
     reporting: set[str] = field(default_factory=set)
@@ -106,6 +118,29 @@ class InProcessTransport:
 
     def __init__(self, replicas: dict[str, Replica]) -> None:
         self._replicas = replicas
+        self.num_wakes = 0
+        self.awake: asyncio.Future[WorkerReport | None] | None = None
+
+    async def ask(self, replica_id: str, question: str, *given: Any) -> Any:
+        """Asks what a Worker would be asked."""
+        replica = self._replicas[replica_id]
+        if replica.gone:
+            raise ReplicaGone(replica_id)
+        if replica.lost:
+            raise WorkerLost("killed by the test")
+        if replica.silent:
+            await asyncio.sleep(3600)
+        if question == "worker_report":
+            return WorkerReport(replica_id, replica.engine.model, replica.engine.snapshot())
+        if question == "engine_report":
+            return await replica.server.report(*given)
+        return await getattr(replica.server, question)(*given)
+
+    async def wake(self) -> WorkerReport | None:
+        """Waits until the test sets ``awake``."""
+        self.num_wakes += 1
+        self.awake = asyncio.get_running_loop().create_future()
+        return await self.awake
 
     def start(self, replica_id: str, request: GenerateRequest) -> Call:
         """Starts a call, as the pinned router would."""
@@ -115,6 +150,8 @@ class InProcessTransport:
             return Call(_gone(replica_id), replica)
         if replica.silent:
             return Call(replica.hang(), replica)
+        if replica.script is not None:
+            return Call(replica.play(replica.script), replica)
         if replica.vetoes:
             replica.vetoes -= 1
             return Call(replica.refuse(), replica)
@@ -139,6 +176,8 @@ async def running_cluster(
     backlog: int = 0,
     coalescing: CoalescingConfig | None = None,
     report: bool = True,
+    request_timeout_s: float = 600.0,
+    from_zero: bool = False,
     wrap: Any = None,
     make_engine: Callable[[WorkerConfig], Any] = FakeEngine,
 ) -> AsyncIterator[Cluster]:
@@ -155,21 +194,22 @@ async def running_cluster(
     for index in range(num_replicas):
         engine = make_engine(config)
         replicas[f"replica{index}"] = Replica(engine, EngineServer(engine, pace))
+    calls = InProcessTransport(replicas)
     dispatcher = Dispatcher(
-        DispatchConfig(max_queue, queue_timeout_s, accept_timeout_s),
+        DispatchConfig(max_queue, queue_timeout_s, accept_timeout_s, request_timeout_s, from_zero),
         Placement(PlacementConfig(queue_share=backlog / max_running)),
-        InProcessTransport(replicas),
+        calls,
     )
     text = load_text_model(folder)
     template = ChatTemplate(text.chat_template, text.names) if text.chat_template else None
     chat_format = make_chat_format("auto", text.chat_template)
     service = ModelService(ServedModel("fake-model", text, template, chat_format, 0), dispatcher)
     backend = RouterBackend([service])
-    app = create_app(backend) if wrap is None else wrap(backend)
+    app = create_app(backend, None, backend) if wrap is None else wrap(backend)
     # An unhandled error must come back as the client sees it, a 500, and not fall through to the test.
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=30) as client:
-        cluster = Cluster(replicas, dispatcher, backend, client, set(replicas) if report else set())
+        cluster = Cluster(replicas, dispatcher, calls, backend, client, set(replicas) if report else set())
         tasks = [asyncio.create_task(_report(cluster)), asyncio.create_task(dispatcher.run())]
         try:
             yield cluster

@@ -2,70 +2,120 @@
 
 #include "vectors.h"
 
-// ---- linear layers: weights packed as [columns / 32][depth][32], zeros behind the last column; in
-// bfloat16 (half) where that loses nothing
+// ---- linear layers. Weights are packed in panels of 16 columns, zeros behind the last: float32 as [depth][16]; in
+// bfloat16 (half), where that loses nothing, as [depth / 2][16][2], two depths side by side and a zero behind an odd end.
 
-#define PANEL 32
-#define STACK 8  // rows that share one pass over a panel
-#define BLOCK 64
+#define PANEL LANES
+#define STACK 16  // rows that share one pass over a panel: as many sums as keep the multipliers busy and fit registers
+#define SPREAD 4  // panels side by side where there are fewer rows
+#define BLOCK 64       // rows that stay in the cache while all panels pass
+#define DEEP 4096      // deeper rows are taken stack by stack, for the sake of the thread's own stack
 
-static inline __attribute__((always_inline)) void panel(int rows, const float *x, i64 stride, i64 depth, const void *w,
-                                                        const float *bias, float *out, i64 columns, i64 width, int half) {
-    v16 total[STACK][2] = {};
-    float start[PANEL] = {0};
-    if (bias) {
-        memcpy(start, bias, sizeof(float) * width);
-        for (int r = 0; r < rows; r++) total[r][0] = load(start), total[r][1] = load(start + LANES);
+typedef struct {
+    const float *x;  // [depth][STACK] turned, or one row
+    i64 depth;
+    const char *weight;
+    i64 panel_bytes;
+    const float *bias;
+    float *out;
+    i64 columns;
+} product_t;
+
+// Each sum goes through the depths in order, whatever the tile: a row's result does not depend on the rows beside it.
+INLINE void tile(int rows, int panels, const product_t *p, i64 width, int half) {
+    v16 total[STACK][SPREAD];
+    for (int v = 0; v < panels; v++) {
+        v16 start = p->bias ? load_some(p->bias + v * PANEL, width - v * PANEL) : (v16){};
+        for (int r = 0; r < rows; r++) total[r][v] = start;
     }
-    for (i64 d = 0; d < depth; d++) {
-        v16 low = weights16(w, d * PANEL, half), high = weights16(w, d * PANEL + LANES, half);
-        for (int r = 0; r < rows; r++) {
-            v16 a = splat(x[r * stride + d]);
-            total[r][0] += a * low;
-            total[r][1] += a * high;
+    const float *x = p->x;
+    const char *weight = p->weight;
+    i64 left = p->depth, panel_bytes = p->panel_bytes, step = rows == 1 ? 1 : STACK;
+    for (; half && left >= 2; left -= 2, weight += 4 * PANEL, x += 2 * step) {
+        v16 first[SPREAD], second[SPREAD];
+        for (int v = 0; v < panels; v++) widen32((const uint16_t *)(weight + v * panel_bytes), &first[v], &second[v]);
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < panels; v++) total[r][v] += splat(x[r]) * first[v];
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < panels; v++) total[r][v] += splat(x[step + r]) * second[v];
+    }
+    for (; left; left--, weight += 4 * PANEL, x += step)
+        for (int v = 0; v < panels; v++) {
+            v16 w, none;
+            if (half)
+                widen32((const uint16_t *)(weight + v * panel_bytes), &w, &none);
+            else
+                w = load((const float *)(weight + v * panel_bytes));
+            for (int r = 0; r < rows; r++) total[r][v] += splat(x[r]) * w;
         }
-    }
     for (int r = 0; r < rows; r++)
-        if (width == PANEL) {
-            store(out + r * columns, total[r][0]);
-            store(out + r * columns + LANES, total[r][1]);
-        } else {
-            store(start, total[r][0]), store(start + LANES, total[r][1]);
-            memcpy(out + r * columns, start, sizeof(float) * width);
-        }
+        for (int v = 0; v < panels; v++)
+            store_some(p->out + r * p->columns + v * PANEL, total[r][v], width - v * PANEL);
 }
 
-static inline __attribute__((always_inline)) void linear_block(
-    const float *x, i64 stride, i64 rows, i64 depth, const char *packed, i64 columns, const float *bias, float *out, int half) {
-    for (i64 column = 0; column < columns; column += PANEL, packed += depth * PANEL * (half ? 2 : 4)) {
-        i64 width = columns - column < PANEL ? columns - column : PANEL;
-        const float *b = bias ? bias + column : 0;
-        for (i64 r = 0; r < rows; r += STACK) {
-            const float *from = x + r * stride;
-            float *to = out + r * columns + column;
-            switch (rows - r) {
-            case 1: panel(1, from, stride, depth, packed, b, to, columns, width, half); break;
-            case 2: panel(2, from, stride, depth, packed, b, to, columns, width, half); break;
-            case 3: panel(3, from, stride, depth, packed, b, to, columns, width, half); break;
-            case 4: panel(4, from, stride, depth, packed, b, to, columns, width, half); break;
-            case 5: panel(5, from, stride, depth, packed, b, to, columns, width, half); break;
-            case 6: panel(6, from, stride, depth, packed, b, to, columns, width, half); break;
-            case 7: panel(7, from, stride, depth, packed, b, to, columns, width, half); break;
-            default: panel(8, from, stride, depth, packed, b, to, columns, width, half);
-            }
-        }
+INLINE void tiles(int rows, const product_t *p, i64 width, int half) {
+    switch (rows) {
+#define CASE(n) case n: tile(n, 1, p, width, half); break
+        CASE(1); CASE(2); CASE(3); CASE(4); CASE(5); CASE(6); CASE(7); CASE(8);
+        CASE(9); CASE(10); CASE(11); CASE(12); CASE(13); CASE(14); CASE(15);
+#undef CASE
+    default: tile(STACK, 1, p, width, half);
     }
 }
 
-// out[rows][columns] = x[rows][depth] * weight^T + bias; BLOCK rows stay in the cache while all panels pass.
+// [rows][depth] to [depth][STACK]: the numbers that meet one row of weights lie side by side.
+static void turn(const float *x, i64 stride, i64 rows, i64 depth, float *out) {
+    for (i64 d = 0; d < depth; d += LANES, out += LANES * STACK) {
+        v16 line[STACK], column[LANES];
+        for (i64 r = 0; r < STACK; r++) line[r] = r < rows ? load_some(x + r * stride + d, depth - d) : (v16){};
+        transpose16(line, column);
+        for (i64 i = 0; i < LANES && i < depth - d; i++) store(out + i * STACK, column[i]);
+    }
+}
+
+// `turned` holds stacks of rows one behind the other.
+INLINE void linear_block(product_t at, const float *turned, i64 rows, int half) {
+    float *out = at.out;
+    for (i64 column = 0, step; column < at.columns; column += step) {
+        step = rows < 4 && column + SPREAD * PANEL <= at.columns ? SPREAD * PANEL : PANEL;
+        for (i64 r = 0; r < rows; r += STACK) {
+            at.x = turned + r * at.depth;
+            at.out = out + r * at.columns + column;
+            if (step == PANEL)
+                tiles(rows - r < STACK ? (int)(rows - r) : STACK, &at, at.columns - column, half);
+            else if (rows == 1)
+                tile(1, SPREAD, &at, step, half);
+            else if (rows == 2)
+                tile(2, SPREAD, &at, step, half);
+            else
+                tile(3, SPREAD, &at, step, half);
+        }
+        at.weight += step / PANEL * at.panel_bytes;
+        if (at.bias) at.bias += step;
+    }
+}
+
+// out[rows][columns] = x[rows][depth] * weight^T + bias.
 void linear(const float *x, i64 stride, i64 rows, i64 depth, const void *packed, int half, i64 columns, const float *bias,
             float *out) {
-    for (i64 r = 0; r < rows; r += BLOCK) {
-        i64 count = rows - r < BLOCK ? rows - r : BLOCK;
+    i64 panel_bytes = (half ? (depth + 1) / 2 : depth) * 4 * PANEL;
+    i64 most = depth > DEEP ? STACK : BLOCK;
+    for (i64 first = 0, count; first < rows; first += most) {
+        count = rows - first < most ? rows - first : most;
+        i64 stacks = (count + STACK - 1) / STACK;
+        float turned[stacks * depth * STACK];
+        for (i64 r = 0; r < count; r += STACK) {
+            const float *from = x + (first + r) * stride;
+            if (count - r == 1)
+                memcpy(turned + r * depth, from, sizeof(float) * depth);
+            else
+                turn(from, stride, count - r < STACK ? count - r : STACK, depth, turned + r * depth);
+        }
+        product_t at = {0, depth, packed, panel_bytes, bias, out + first * columns, columns};
         if (half)
-            linear_block(x + r * stride, stride, count, depth, packed, columns, bias, out + r * columns, 1);
+            linear_block(at, turned, count, 1);
         else
-            linear_block(x + r * stride, stride, count, depth, packed, columns, bias, out + r * columns, 0);
+            linear_block(at, turned, count, 0);
     }
 }
 

@@ -10,32 +10,56 @@ void conv_rows(const float *x, i64 row_stride, i64 rows, const i64 *lengths, i64
                float *pages, i64 page_stride, const i64 *page, float *out) {
     for (i64 r = 0; r < rows; r++) {
         float *state = pages + page[r] * page_stride;
-        for (i64 t = 0, n = lengths ? lengths[r] : 1; t < n; t++, x += row_stride, out += channels) {
-            for (i64 c = 0; c < channels; c++) out[c] = x[c] * weight[(width - 1) * channels + c];
-            for (i64 tap = 0; tap < width - 1; tap++)
-                for (i64 c = 0; c < channels; c++) out[c] += state[tap * channels + c] * weight[tap * channels + c];
-            memmove(state, state + channels, sizeof(float) * (width - 2) * channels);
-            memcpy(state + (width - 2) * channels, x, sizeof(float) * channels);
-            for (i64 c = 0; c < channels; c++) out[c] *= sigmoid1(out[c]);
+        for (i64 t = 0, n = lengths ? lengths[r] : 1; t < n; t++, x += row_stride, out += channels)
+            for (i64 c = 0; c < channels; c += LANES) {
+                i64 some = channels - c;
+                v16 newest = load_some(x + c, some);
+                v16 sum = newest * load_some(weight + (width - 1) * channels + c, some);
+                for (i64 tap = 0; tap < width - 1; tap++) {
+                    float *held = state + tap * channels + c;
+                    sum += load_some(held, some) * load_some(weight + tap * channels + c, some);
+                    store_some(held, tap + 1 < width - 1 ? load_some(held + channels, some) : newest, some);
+                }
+                store_some(out + c, sum * sigmoid16(sum), some);
+            }
+    }
+}
+
+// Some columns of one token's step: both reads of the old state in one pass over it, then decay and rank-one update in
+// another, while it is near.
+INLINE void delta_columns(int vectors, const float *q, const float *k, const float *v, float decay, float beta,
+                          float overlap, i64 d_k, i64 d_v, float *state, float *out, i64 some) {
+    v16 by_key[4] = {}, by_query[4] = {}, change[4];
+    for (i64 i = 0; i < d_k; i++) {
+        v16 a = splat(k[i]), b = splat(q[i]);
+        for (int j = 0; j < vectors; j++) {
+            v16 held = load_some(state + i * d_v + j * LANES, some);
+            by_key[j] += a * held;
+            by_query[j] += b * held;
+        }
+    }
+    for (int j = 0; j < vectors; j++) {
+        change[j] = beta * (load_some(v + j * LANES, some) - decay * by_key[j]);
+        store_some(out + j * LANES, decay * by_query[j] + overlap * change[j], some);
+    }
+    for (i64 i = 0; i < d_k; i++) {
+        v16 a = splat(k[i]);
+        for (int j = 0; j < vectors; j++) {
+            float *held = state + i * d_v + j * LANES;
+            store_some(held, decay * load_some(held, some) + a * change[j], some);
         }
     }
 }
 
-// One token per row and head: both reads of the old state in one pass over it, then decay and rank-one update.
 static void delta_head(const float *q, const float *k, const float *v, float decay, float beta, i64 d_k, i64 d_v,
                        float *state, float *out) {
-    float delta[d_v], overlap = dot(q, k, d_k);
-    memset(delta, 0, sizeof delta);
-    memset(out, 0, sizeof(float) * d_v);
-    const float *readers[2] = {k, q};
-    float *read[2] = {delta, out};
-    few_rows(2, readers, d_k, state, d_v, d_v, read);
-    for (i64 j = 0; j < d_v; j++) {
-        delta[j] = beta * (v[j] - decay * delta[j]);
-        out[j] = decay * out[j] + overlap * delta[j];
-    }
-    for (i64 i = 0; i < d_k; i++)
-        for (i64 j = 0; j < d_v; j++) state[i * d_v + j] = decay * state[i * d_v + j] + k[i] * delta[j];
+    float overlap = dot(q, k, d_k);
+    i64 j = 0;
+    for (; j + WIDE <= d_v; j += WIDE)
+        delta_columns(4, q, k, v + j, decay, beta, overlap, d_k, d_v, state + j, out + j, LANES);
+    for (; j + LANES <= d_v; j += LANES)
+        delta_columns(1, q, k, v + j, decay, beta, overlap, d_k, d_v, state + j, out + j, LANES);
+    if (j < d_v) delta_columns(1, q, k, v + j, decay, beta, overlap, d_k, d_v, state + j, out + j, d_v - j);
 }
 
 // From [rows][2 * heads] (write strengths, then decays): log_decay = rate * softplus(x + bias), its exp, and
@@ -91,32 +115,62 @@ typedef struct {
     float scale;
 } attention_t;
 
+// Behind the count a line has -inf up to a whole vector.
 static void softmax_line(float *line, i64 count, const float *sink) {
-    float most = sink ? *sink : -INFINITY;
-    for (i64 t = 0; t < count; t++) most = line[t] > most ? line[t] : most;
-    float total = sink ? exp1(*sink - most) : 0;
-    for (i64 t = 0; t < count; t++) line[t] = exp1(line[t] - most);
-    for (i64 t = 0; t < count; t++) total += line[t];
-    float share = 1.0f / total;
-    for (i64 t = 0; t < count; t++) line[t] *= share;
+    v16 most16 = splat(sink ? *sink : -INFINITY), total16 = {};
+    for (i64 t = 0; t < count; t += LANES) most16 = max16(load(line + t), most16);
+    float most = most16[0];
+    for (int i = 1; i < LANES; i++) most = most16[i] > most ? most16[i] : most;
+    for (i64 t = 0; t < count; t += LANES) {
+        v16 weight = exp16(load(line + t) - most);
+        total16 += weight;
+        store(line + t, weight);
+    }
+    float share = 1.0f / (sum16(total16) + (sink ? exp1(*sink - most) : 0));
+    for (i64 t = 0; t < count; t += LANES) store(line + t, load(line + t) * share);
 }
 
-// All heads of a row: keys are read once, in the order they lie in. Scores are [heads][visible tokens].
+// Scores of up to 16 tokens that lie a stride apart; of fewer, the last stands in for those behind it.
+INLINE v16 scores16(const float *q, const float *k, i64 stride, i64 dim, i64 tokens) {
+    v16 total[LANES] = {};
+    i64 j = 0;
+    for (; j + LANES <= dim; j += LANES) {
+        v16 a = load(q + j);
+        for (i64 t = 0; t < LANES; t++) total[t] += a * load(k + (t < tokens ? t : tokens - 1) * stride + j);
+    }
+    if (j < dim) {
+        v16 a = load_some(q + j, dim - j);
+        for (i64 t = 0; t < LANES; t++)
+            total[t] += a * load_some(k + (t < tokens ? t : tokens - 1) * stride + j, dim - j);
+    }
+    return sums16(total);
+}
+
+// All heads of a row: keys are read once, in the order they lie in. Scores are [heads][visible tokens, whole vectors].
 static void attend_row(const attention_t *shape, i64 row, const float *query, const float *keys, const float *values,
                        const float *sinks, float *scores, float *out) {
     i64 heads = shape->heads, group = heads / shape->kv_heads, dim = shape->dim;
     i64 length = shape->kv_len[row], size = shape->page_tokens;
     i64 start = shape->window && length > shape->window ? length - shape->window : 0, count = length - start;
+    i64 line = (count + LANES - 1) / LANES * LANES;
     const i64 *table = shape->tables + row * shape->max_pages - shape->first_page[row];
     for (i64 t = start, stop; t < length; t = stop) {
         stop = (t / size + 1) * size < length ? (t / size + 1) * size : length;
         const float *k = keys + table[t / size] * shape->key_page + (t % size) * shape->key_token;
-        for (i64 i = t; i < stop; i++, k += shape->key_token)
-            for (i64 h = 0; h < heads; h++)
-                scores[h * count + i - start] =
-                    dot(query + h * dim, k + h / group * shape->key_head, dim) * shape->scale;
+        for (i64 i = t; i < stop; i += LANES, k += LANES * shape->key_token)
+            for (i64 h = 0; h < heads; h++) {
+                const float *q = query + h * dim, *head = k + h / group * shape->key_head;
+                float *to = scores + h * line + i - start;
+                if (stop - i >= LANES)
+                    store(to, scores16(q, head, shape->key_token, dim, LANES) * shape->scale);
+                else
+                    store_some(to, scores16(q, head, shape->key_token, dim, stop - i) * shape->scale, stop - i);
+            }
     }
-    for (i64 h = 0; h < heads; h++) softmax_line(scores + h * count, count, sinks ? sinks + h : 0);
+    for (i64 h = 0; h < heads; h++) {
+        for (i64 t = count; t < line; t++) scores[h * line + t] = -INFINITY;
+        softmax_line(scores + h * line, count, sinks ? sinks + h : 0);
+    }
     memset(out, 0, sizeof(float) * heads * dim);
     for (i64 t = start, stop; t < length; t = stop) {
         stop = (t / size + 1) * size < length ? (t / size + 1) * size : length;
@@ -127,7 +181,7 @@ static void attend_row(const attention_t *shape, i64 row, const float *query, co
                 const float *from[ROWS];
                 float *to[ROWS];
                 for (int r = 0; r < rows; r++) {
-                    from[r] = scores + (first + g + r) * count + t - start;
+                    from[r] = scores + (first + g + r) * line + t - start;
                     to[r] = out + (first + g + r) * dim;
                 }
                 few_rows(rows, from, stop - t, v + first / group * shape->value_head, shape->value_token, dim, to);
@@ -135,7 +189,7 @@ static void attend_row(const attention_t *shape, i64 row, const float *query, co
     }
 }
 
-// scratch holds heads * the longest count of visible tokens.
+// scratch holds heads * the longest count of visible tokens, whole vectors.
 void paged_decode(const attention_t *shape, const float *query, const float *keys, const float *values,
                   const float *sinks, float *scratch, float *out) {
     for (i64 row = 0; row < shape->rows; row++)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from memory.api import NO_MATCH, PageKind, PrefixMatch
 from memory.ledger.book import PageBook
@@ -192,6 +192,18 @@ class PrefixCache:
         return PrefixReading(
             use.saved_ms, use.ghost_ms, use.evicted_bytes, sum(self._tree.held_bytes().values())
         )
+
+    def report(self) -> dict[str, Any]:
+        """The tree's size and totals since the start, for operators."""
+        use = self._tree.use
+        return {
+            "nodes": len(self._tree),
+            "block_tokens": self._tree.block_tokens,
+            "held_bytes": dict(self._tree.held_bytes()),
+            "evicted_bytes": use.evicted_bytes,
+            "saved_ms": use.saved_ms,
+            "computed_again_ms": use.ghost_ms,
+        }
 
     def forget(self, pages: Mapping[str, Sequence[int]]) -> int:
         """Pages that the tree let go; answers their bytes."""

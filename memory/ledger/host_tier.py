@@ -80,6 +80,10 @@ class HostTier:
         """Bytes of the pages that lie here."""
         return sum(len(entries) * self._page_bytes[name] for name, entries in self._entries.items())
 
+    def num_pages(self) -> Mapping[str, int]:
+        """Pages that lie here, by group."""
+        return {name: len(entries) for name, entries in self._entries.items()}
+
     def address(self, group: str, slot: int) -> int:
         """Byte offset of a slot in the buffer."""
         slab, index = divmod(slot, self._per_slab[group])

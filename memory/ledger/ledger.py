@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from memory.api import (
     NO_MATCH,
@@ -31,6 +32,7 @@ from memory.ledger.host_tier import HostTier
 from memory.ledger.market import MarketDecision, PrefixReading
 from memory.ledger.places import ExpertPlaces
 from memory.ledger.prefix_tree import PrefixTree
+from memory.ledger.report import report_arena
 from memory.ledger.room import RoomMaker
 from memory.ledger.specs import Grid
 from memory.ledger.spill import HostSpill
@@ -365,6 +367,10 @@ class ArenaLedger:
     def headroom(self) -> Headroom:
         """See :class:`memory.api.Ledger`."""
         return measure(self._book, self._cache.reclaimable_bytes() if self._cache else [0] * len(self._paged))
+
+    def report(self) -> dict[str, Any]:
+        """Bands, holes, gap, moves, tree, host tier and headroom, as :func:`memory.ledger.report.report_arena` says."""
+        return report_arena(self._book, self._places, self._cache, self._spill)
 
     def held_back_bytes(self) -> int:
         """Bytes of the gap that no page may take: the floor of expert places and staging rings."""

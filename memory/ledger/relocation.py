@@ -8,6 +8,7 @@ bytes can be written again by that same step, but take no other move of the batc
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from memory.api import Move
 from memory.ledger.deferred import DeferredFrees
@@ -15,6 +16,16 @@ from memory.ledger.extents import Layout
 from memory.ledger.page_pool import BOUND, FREE, TARGET, Anchor, PagePool
 from memory.ledger.page_table import MUTABLE, PageTable
 from memory.ledger.spans import Span, SpanSet, merged
+
+
+@dataclass(slots=True)
+class MoveTotals:
+    """Moves handed out since the start: beside the steps (sealed pages), and between them."""
+
+    num_beside: int = 0
+    beside_bytes: int = 0
+    num_between: int = 0
+    between_bytes: int = 0
 
 
 class Relocator:
@@ -41,6 +52,7 @@ class Relocator:
         self._deferred = deferred
         self.move_budget_bytes = move_budget_bytes
         self.urgent_budget_bytes = urgent_budget_bytes
+        self.totals = MoveTotals()
         self.vacated = SpanSet()
         """Bytes that this step's moves leave behind: no move of the batch may write them."""
         self.copying: list[dict[int, tuple[int, int]]] = [{} for _ in self._pools]
@@ -75,6 +87,8 @@ class Relocator:
         pool.free(page)
         if virtual in self.fresh[group]:
             return
+        self.totals.num_between += 1
+        self.totals.between_bytes += pool.page_bytes
         low = pool.grid.address(page)
         self.vacated.add(low, low + pool.page_bytes)
         self._moved[group].add(virtual)
@@ -86,6 +100,8 @@ class Relocator:
         virtual = pool.owner[page]
         pool.take_at(target, TARGET, virtual)
         self.copying[group][virtual] = (target, step)
+        self.totals.num_beside += 1
+        self.totals.beside_bytes += pool.page_bytes
         self._moves.append(Move(pool.spec.name, virtual, page, target, sealed=True))
 
     def flip(self, completed_step: int, committed_step: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from memory.api import LedgerError, PageCopy, PageKind
 from memory.ledger.book import PageBook
@@ -63,6 +64,7 @@ class HostSpill:
             tuple[int, int, int]
         ] = []  # (group, id, virtual page): copies back, until handed out
         self._busy: deque[tuple[int, list[tuple[int, int]]]] = deque()  # (step, slots its copies use)
+        self._stored_bytes = self._brought_bytes = 0
 
     # -- to the host ---------------------------------------------------------------------------------------------
 
@@ -157,6 +159,7 @@ class HostSpill:
             physical = self._book.tables[group].physical[virtual]
             copies.append(PageCopy(self._names[group], self._slot(group, number), physical, from_host=True))
             self._book.read_by(group, virtual, step)
+            self._brought_bytes += self._book.pools[group].page_bytes
         self._use(step, [(group, number) for group, number, _ in self._coming])
         self._coming.clear()
         return tuple(copies)
@@ -179,6 +182,7 @@ class HostSpill:
             self._book.read_by(group, virtual, step)
             used.append((group, number))
             left -= self._book.pools[group].page_bytes
+            self._stored_bytes += self._book.pools[group].page_bytes
         self._use(step, used)
         return tuple(copies)
 
@@ -214,6 +218,17 @@ class HostSpill:
         self._keys[group][number] = key
         self.tier.pin(self._names[group], number)
         return number
+
+    def report(self) -> dict[str, Any]:
+        """What lies here, what waits to be copied here, and bytes copied since the start, for operators."""
+        return {
+            "budget_bytes": self.tier.budget_bytes,
+            "used_bytes": self.tier.used_bytes,
+            "pages": dict(self.tier.num_pages()),
+            "waiting_pages": len(self._waiting),
+            "stored_bytes": self._stored_bytes,
+            "brought_back_bytes": self._brought_bytes,
+        }
 
     def queued_holds(self) -> list[tuple[int, int]]:
         """(group, virtual page) of every hold by a copy back, for the audit."""

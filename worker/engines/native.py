@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -38,6 +39,7 @@ CPU_ARENA_BYTES = 1 << 30
 DEVICE_SHARE = 0.85
 """Of what the loaded model left on a GPU; activations and kernels' workspaces get the rest."""
 DRAIN_POLL_S = 0.01
+FLUSH_TIMEOUT_S = 20.0
 SNAPSHOT_AGE_S = 0.01
 """While steps run, a snapshot is made at most so often; at once when a request came, ended or was sent back."""
 IDLE_AUDIT_S = 1.0
@@ -60,8 +62,10 @@ class Runner(Protocol):
 
 
 def _model_runner(config: WorkerConfig) -> Runner:
-    from worker.execution.runner import ModelRunner  # loads torch
+    from worker.engines.advice import log_advice  # loads torch
+    from worker.execution.runner import ModelRunner
 
+    log_advice(config)
     runner: Runner = ModelRunner(config)
     return runner
 
@@ -116,6 +120,7 @@ class NativeEngine:
         self._changed = threading.Condition()
         self._submitted: deque[GenerateRequest] = deque()
         self._aborted: deque[str] = deque()
+        self._flushes: deque[Future[int]] = deque()
         self._draining = False
         self._closed = False
         self._error = ""
@@ -125,6 +130,7 @@ class NativeEngine:
         self._advanced_s = time.monotonic()
         self._expert_report: ExpertReport | None = None
         self._snapshot = self._take_snapshot()
+        self._arena_report = self._ledger.report()
         self._thread = threading.Thread(target=self._run, name="native-engine", daemon=True)
         self._thread.start()
 
@@ -195,6 +201,26 @@ class NativeEngine:
     def expert_report(self) -> dict[str, Any] | None:
         """Experts by layer, hit rate and bytes as of the last snapshot; None where experts are resident."""
         return report_json(self._expert_report)
+
+    def arena_report(self) -> dict[str, Any]:
+        """Bands, holes, gap, moves, prefix tree, host tier and headroom as of the last snapshot; see
+        :func:`memory.ledger.report.report_arena`."""
+        with self._changed:
+            return self._arena_report
+
+    def flush_prefix_cache(self) -> int:
+        """Lets every cached prefix go that no request uses; answers the bytes. Waits for the loop to turn: EngineDead
+        where it does not."""
+        flushed: Future[int] = Future()
+        with self._changed:
+            if self._error or self._closed:
+                raise EngineDead(self._error or "The engine is closed.")
+            self._flushes.append(flushed)
+            self._changed.notify()
+        try:
+            return flushed.result(FLUSH_TIMEOUT_S)
+        except TimeoutError as error:
+            raise EngineDead(f"The step loop has not turned for {FLUSH_TIMEOUT_S:g} s.") from error
 
     async def drain(self, timeout_s: float) -> int:
         """Refuses new requests, waits for the others, and aborts what is left after ``timeout_s``."""
@@ -273,7 +299,7 @@ class NativeEngine:
     def _take_requests(self) -> bool:
         """Hands what came to the scheduler; waits where there is nothing to do. False: the engine is closed."""
         with self._changed:
-            while not (self._closed or self._submitted or self._aborted or self._loop.has_work):
+            while not (self._closed or self._has_orders() or self._loop.has_work):
                 if not self._changed.wait(None if self._audited else IDLE_AUDIT_S):
                     self._ledger.audit()
                     if self._experts is not None:
@@ -282,7 +308,12 @@ class NativeEngine:
             self._audited = False
             if self._closed:
                 return False
-            changed = bool(self._submitted or self._aborted)
+            changed = self._has_orders()
+            while self._flushes:
+                everything = {
+                    spec.name: self._ledger.headroom().arena_bytes for spec in self._runner.page_specs
+                }
+                self._flushes.popleft().set_result(self._ledger.shed(everything))
             while self._submitted:
                 self._scheduler.submit(self._submitted.popleft())
             events: list[TokenEvent] = []
@@ -293,12 +324,16 @@ class NativeEngine:
         self._streams.put_all(events)
         return True
 
+    def _has_orders(self) -> bool:
+        return bool(self._submitted or self._aborted or self._flushes)
+
     def _publish(self) -> None:
         snapshot = self._take_snapshot()
         if self._experts is not None:
             self._experts.trade(self._ledger, time.monotonic(), snapshot.num_running)
+        report = self._ledger.report()
         with self._changed:
-            self._snapshot = snapshot
+            self._snapshot, self._arena_report = snapshot, report
 
     def _take_snapshot(self) -> WorkerSnapshot:
         found = take_snapshot(

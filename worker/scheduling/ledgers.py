@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memory.api import Ledger, PageKind, PageSpec
+from memory.api import PageKind, PageSpec
 from memory.ledger.host_tier import HostTier
 from memory.ledger.ledger import ArenaLedger
 from memory.ledger.prefix_tree import GroupRule, PrefixTree
@@ -13,7 +13,7 @@ from worker.config import WorkerConfig
 
 def make_ledger(
     config: WorkerConfig, specs: Sequence[PageSpec], arena_bytes: int, floor_places: int = 0
-) -> Ledger:
+) -> ArenaLedger:
     """The ledger of one worker over ``arena_bytes`` bytes: one arena, or fixed shares with ``memory_mode=split``.
     ``floor_places``: expert places that requests' pages never take."""
     tree = host_tier = None

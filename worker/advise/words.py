@@ -128,15 +128,16 @@ def _rows(plan: Plan) -> list[str]:
     return table(head, body)
 
 
-def advice_sentences(plan: Plan) -> list[str]:
-    """What to do, most important first."""
+def advice_sentences(plan: Plan, about_speed: bool = True) -> list[str]:
+    """What to do, most important first; ``about_speed``: also what follows from the machine's rates."""
     trained, asked = plan.geometry.max_model_len, plan.workload.context
+    found = _placing_sentences(plan, about_speed)
     if 0 < trained < asked:
-        return [f"The model was trained for {trained:,} tokens, not {asked:,}.", *_placing_sentences(plan)]
-    return _placing_sentences(plan)
+        return [f"The model was trained for {trained:,} tokens, not {asked:,}.", *found]
+    return found
 
 
-def _placing_sentences(plan: Plan) -> list[str]:
+def _placing_sentences(plan: Plan, about_speed: bool) -> list[str]:
     if plan.num_resident is None:
         return _too_small(plan)
     if not plan.geometry.num_experts:
@@ -145,13 +146,14 @@ def _placing_sentences(plan: Plan) -> list[str]:
         return [
             "Everything fits: experts=resident. Paging would only cost speed.",
             *_room_sentences(plan),
-            *_limit_sentences(plan),
+            *(_limit_sentences(plan) if about_speed else ()),
         ]
     return [
         *_paging_sentences(plan),
+        *(_prefill_sentences(plan) if about_speed else ()),
         *_host_sentences(plan),
         *_old_rule_sentences(plan),
-        *_limit_sentences(plan),
+        *(_limit_sentences(plan) if about_speed else ()),
         *_smaller_sentences(plan),
     ]
 
@@ -185,11 +187,16 @@ def _room_sentences(plan: Plan) -> list[str]:
 def _paging_sentences(plan: Plan) -> list[str]:
     geometry = plan.geometry
     assert plan.num_resident is not None
-    chunk = prefill_link_bytes(plan, CHUNK_TOKENS)
     return [
         f"experts=paged: {plan.places:,} places, on average {plan.num_resident} of {geometry.num_experts} experts of "
         f"each layer, misses at most {uniform_miss_rate(plan.num_resident, geometry.num_experts):.0%} (uniform "
         "routing; real text misses less).",
+    ]
+
+
+def _prefill_sentences(plan: Plan) -> list[str]:
+    chunk = prefill_link_bytes(plan, CHUNK_TOKENS)
+    return [
         f"A prefill chunk of {CHUNK_TOKENS:,} tokens touches nearly every expert and moves {sized(chunk)}: "
         f"{chunk / plan.machine.link_bytes_per_s:.2f} s on this link, nearly the same for 100 tokens. Let prompts "
         "share chunks.",

@@ -17,7 +17,7 @@ from worker.advise.formats import find_format
 from worker.advise.named import find_geometry
 from worker.advise.plan import Machine, Plan, Workload, make_plan, prefill_link_bytes, resident_row
 from worker.advise.sizing import sizing_page
-from worker.advise.start import start_lines
+from worker.advise.start import StartRates, start_lines
 from worker.advise.words import (
     advice_sentences,
     cost_sentences,
@@ -215,8 +215,30 @@ def test_advice_needs_no_torch() -> None:
 
 def test_a_start_gets_advice_or_a_sentence_why_not(tmp_path: Path) -> None:
     config = WorkerConfig(model=str(tiny_folder()), max_running=4)
-    assert "experts=resident" in " ".join(start_lines(config, 24 * 10**9, 64 * 10**9))
+    said = " ".join(start_lines(config, 24 * 10**9, 64 * 10**9))
+    assert "experts=resident" in said
+    assert "One expert of one layer: " in said
+    assert "tokens/s" not in said, "nothing was measured"
     (tmp_path / "config.json").write_text('{"model_type": "abacus"}')
     (line,) = start_lines(WorkerConfig(model=str(tmp_path)), 24 * 10**9, 64 * 10**9)
     assert line.startswith("No advice: ")
     assert "num_hidden_layers" in line
+
+
+def test_a_start_with_measured_rates_says_what_they_allow() -> None:
+    config = WorkerConfig(model="qwen3-30b-a3b", max_running=1)
+    said = start_lines(config, 24 * 10**9, 64 * 10**9, StartRates(48e9, 3e12))
+    assert said[0].startswith("Measured: missing experts come at 48.0 GB/s")
+    assert any("A prefill chunk" in line for line in said)
+    assert any(line.startswith("Limits at K = ") for line in said)
+
+
+def test_an_engine_says_at_start_what_its_model_costs(caplog: pytest.LogCaptureFixture) -> None:
+    from worker.engines.native import NativeEngine
+
+    caplog.set_level("INFO")
+    config = WorkerConfig(model=str(tiny_folder()), device="cpu", num_threads=1, arena_bytes=1 << 23)
+    NativeEngine(config).close()
+    said = [record.getMessage() for record in caplog.records if record.name == "worker.engines.advice"]
+    assert any(line.startswith("advice: Everything fits: experts=resident") for line in said)
+    assert any("A token that finds none of its experts resident moves" in line for line in said)

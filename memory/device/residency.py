@@ -27,7 +27,8 @@ FREE, BANNED = -1, -2
 
 
 class Lane(IntEnum):
-    """How an expert of a step was had; rows of the counters. EVICTED counts places that lost an owner."""
+    """How an expert of a step was had; rows of the counters. EVICTED counts places that lost an owner, RESCUED experts
+    that were copied from a banned place to a usable one (``memory.device.rescue``)."""
 
     HIT = 0
     TEE = 1
@@ -35,6 +36,7 @@ class Lane(IntEnum):
     PREFILL_HIT = 3
     PREFILL_IN_PLACE = 4
     EVICTED = 5
+    RESCUED = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +118,9 @@ class Residency:
         """[rows, experts] bool."""
         return self.address != self._host
 
-    def apply(self, block: torch.Tensor) -> None:
+    def apply(self, block: torch.Tensor) -> torch.Tensor:
         """A command block (``memory.device.commands``): owners of banned places point to the host again; places that
-        are allowed are free."""
+        are allowed are free. Answers [places] int64, the owner that each place lost by it, FREE where none."""
         ban, allow = decode_places(block, self.num_places)
         owner = self.owner
         dropped = torch.where(ban & (owner >= 0), owner, self._rows * self._experts)
@@ -126,6 +128,33 @@ class Residency:
         self._generation[:-1] += ban
         owner.copy_(torch.where(ban, BANNED, torch.where(allow & (owner == BANNED), FREE, owner)))
         self._stamp[:-1] = torch.where(ban | allow, -1, self.stamp)
+        return torch.where(dropped < self._rows * self._experts, dropped, FREE)
+
+    def coldness(self) -> torch.Tensor:
+        """[places] float32, between steps: the worth of each place's owner, -1 where it is free, infinite where nothing
+        may be put: banned places, and those that the last step used."""
+        worth = torch.where(self.owner == FREE, -1.0, self.worth(self.owner))
+        return torch.where((self.owner == BANNED) | (self.stamp >= self._step), torch.inf, worth)
+
+    def vacate(self, places: torch.Tensor) -> None:
+        """Owners of ``places`` [n] (the number of places where there is none) are read from the host from here on."""
+        old = self._owner[places]
+        lost = torch.where(old >= 0, old, self._rows * self._experts)
+        self._flat_address.scatter_(0, lost, self._host_of(lost))
+        self._owner.scatter_(0, places, FREE)
+        self._generation.scatter_add_(0, places, torch.ones_like(places))
+
+    def settle(self, places: torch.Tensor, owners: torch.Tensor) -> None:
+        """The blocks of ``owners`` [n] are stored in ``places`` [n], which were vacated; nothing is where the owner is
+        FREE and the place the number of places."""
+        none = self._rows * self._experts
+        flat = torch.where(owners >= 0, owners, none)
+        self._owner.scatter_(0, places, owners)
+        self._stamp.scatter_(0, places, self._seen[flat])
+        there = torch.where(owners >= 0, self._base + places * self._place_bytes, 0)
+        self._flat_address.scatter_(0, flat, there)
+        row = torch.div(flat, self._experts, rounding_mode="floor").clamp_max(self._rows - 1)
+        self.counts[Lane.RESCUED].scatter_add_(0, row, (owners >= 0).to(torch.int64))
 
     def begin_step(self, step: int) -> None:
         """Opens a step: ages use counts, decides on freezing, and refills the queue with the least worthy places."""
@@ -136,7 +165,7 @@ class Residency:
         self._demand.zero_()
         self._step.fill_(step)
         self._uses *= FREQUENCY_DECAY
-        worth = self._worth(self.owner)
+        worth = self.worth(self.owner)
         worth = torch.where(self.owner == FREE, -1.0, worth)
         worth = torch.where(self.owner == BANNED, torch.inf, worth)
         order = torch.argsort(worth, stable=True)[: len(self._queue)]
@@ -202,8 +231,8 @@ class Residency:
         """Host addresses by row * experts + expert; the last, unused entry stays 0."""
         return self._flat_host[flat]
 
-    def _worth(self, flat: torch.Tensor) -> torch.Tensor:
-        """The policy's score of experts; callers mask what is below 0."""
+    def worth(self, flat: torch.Tensor) -> torch.Tensor:
+        """The policy's score of experts by row * experts + expert; callers mask what is below 0."""
         held = flat.clamp_min(0)
         if self._rules.policy == "lru":
             return self._seen[held].float() + 1.0
@@ -234,7 +263,7 @@ class Residency:
             return (owner == FREE) | ~self.frozen
         own = torch.arange(self._experts, device=victim.device) + row * self._experts
         margin = torch.where(self.frozen, FROZEN_MARGIN, 1.0)
-        return (owner == FREE) | (self._worth(own) > margin * self._worth(owner))
+        return (owner == FREE) | (self.worth(own) > margin * self.worth(owner))
 
     def _count(
         self,
@@ -256,7 +285,7 @@ class Residency:
             Lane.PREFILL_IN_PLACE: others & ~there,
             Lane.EVICTED: evicted,
         }
-        self.counts[:, row] += torch.stack([by_lane[lane].sum() for lane in Lane])
+        self.counts[: len(by_lane), row] += torch.stack([by_lane[lane].sum() for lane in by_lane])
 
     def audit(self) -> list[str]:
         """What does not hold, between steps: addresses and owners must be a bijection, banned places without owner.

@@ -42,6 +42,7 @@ def run_experts(
     inner: int,
     activation: GatedActivation,
     tee: torch.Tensor | None = None,
+    deterministic: bool = False,
 ) -> torch.Tensor:
     """``sum over a token's experts of weight * (down @ activation(gate @ x, up @ x) + bias)``, in the choices' order.
 
@@ -53,6 +54,7 @@ def run_experts(
         activation: what stands between the projections.
         tee: [num_experts] int64 or None: where a chosen expert's block is also stored, 0 for nowhere. The bytes are
             there when the step's later kernels run; the table is the caller's to change.
+        deterministic: a token's bits do not depend on the tokens beside it (on a CPU they never do).
 
     Returns:
         [tokens, H] in x's dtype; padding rows are zero.
@@ -62,12 +64,9 @@ def run_experts(
     from kernels._triton import experts as triton_experts
 
     kind = triton_experts.CLAMPED_SWIGLU if activation.limit else triton_experts.SILU
-    out = triton_experts.run_experts(
-        x, weights, experts, table, where, inner, kind, activation.limit, activation.alpha
+    return triton_experts.run_experts(
+        x, weights, experts, table, where, inner, kind, activation.limit, activation.alpha, tee, deterministic
     )
-    if tee is not None:
-        triton_experts.copy_blocks(table, tee, where.num_bytes)
-    return out
 
 
 def copy_blocks(table: torch.Tensor, targets: torch.Tensor, num_bytes: int) -> None:
@@ -80,6 +79,6 @@ def copy_blocks(table: torch.Tensor, targets: torch.Tensor, num_bytes: int) -> N
     if not table.is_cuda:
         reference.copy_blocks(table, targets, num_bytes)
         return
-    from kernels._triton import experts as triton_experts
+    from kernels._triton import experts_group
 
-    triton_experts.copy_blocks(table, targets, num_bytes)
+    experts_group.copy_blocks(table, targets, num_bytes)

@@ -88,6 +88,7 @@ def test_2880_by_2880_with_biases(name: str) -> None:
     [
         ("unquantized", 96, 40),
         ("fp8_block", 160, 96),
+        ("fp8_block", 128, 256),
         ("fp8_block", 64, 160),
         ("gptq_v1", 96, 32),
         ("gptq_v1_symmetric", 64, 64),
@@ -110,17 +111,50 @@ def test_the_triton_kernel_and_the_reference_agree_with_the_meaning(
     experts = torch.tensor([[3, 1], [1, 0], [-1, -1]])
     there = blocks.to(DEVICE)
     table = torch.tensor([block.data_ptr() for block in there], device=DEVICE)
-    moved = [value.to(DEVICE) for value in (x, weights, experts)]
-    out = triton_experts.run_experts(*moved, table, where, inner).cpu()
-    host = torch.tensor([block.data_ptr() for block in blocks])
-    plain = run_experts(x, weights, experts, host, where, inner, GatedActivation(), None)
+    kept = torch.zeros_like(there)
+    tee = torch.tensor([block.data_ptr() for block in kept], device=DEVICE)
     want = np.zeros((tokens, hidden))
     for token, choice in ((0, 0), (0, 1), (1, 0), (1, 1)):
         meaning = made[int(experts[token, choice])].meaning
         want[token] += float(weights[token, choice]) * product(meaning, x[token].double().numpy())
-    for result in (out, plain):
-        assert np.linalg.norm(result.double().numpy() - want) / np.linalg.norm(want) < 2e-6
-    assert torch.equal(out[2], torch.zeros(hidden))
+
+    def error(result: torch.Tensor, rows: slice = slice(None)) -> float:
+        part = want[rows]
+        return float(np.linalg.norm(result.double().cpu().numpy() - part) / np.linalg.norm(part))
+
+    def on_device(rows: slice, dtype: torch.dtype, tee: torch.Tensor | None = None) -> torch.Tensor:
+        moved = (x[rows].to(DEVICE, dtype), weights[rows].to(DEVICE), experts[rows].to(DEVICE))
+        # Few programs where the interpreter runs them.
+        alone = rows.stop is not None and DEVICE == "cpu"
+        tiles = (triton_experts.Tiles(32, 1, 1, 4, 1),) * 2 if alone else None
+        return triton_experts.run_experts(*moved, table, where, inner, tee=tee, tiles=tiles)
+
+    plain = run_experts(
+        x,
+        weights,
+        experts,
+        torch.tensor([b.data_ptr() for b in blocks]),
+        where,
+        inner,
+        GatedActivation(),
+        None,
+    )
+    out = on_device(slice(None), torch.float32)
+    assert error(plain) < 2e-6
+    assert error(out) < 2e-6
+    assert torch.equal(out[2].cpu(), torch.zeros(hidden))
+    assert torch.equal(on_device(slice(None), torch.float32, tee), out), "storing changed the result"
+    chosen = [0, 1, 3]
+    assert torch.equal(kept[chosen], there[chosen]), "a block was not stored whole"
+    one = on_device(slice(1), torch.float32)
+    assert error(one, slice(1)) < 2e-6, "a token alone"
+    kept.zero_()
+    assert torch.equal(on_device(slice(1), torch.float32, tee), one), "storing changed the result"
+    assert torch.equal(kept[[1, 3]], there[[1, 3]]), "a block was not stored whole"
+    assert torch.equal(on_device(slice(2, 3), torch.float32).cpu(), torch.zeros(1, hidden))
+    if DEVICE == "cuda":
+        for rows in (slice(None), slice(1)):  # through the unpacking in assembly
+            assert error(on_device(rows, torch.bfloat16), rows) < 2e-2
 
 
 def test_a_tee_stores_the_blocks_of_chosen_experts_and_no_others() -> None:
@@ -139,7 +173,7 @@ def test_a_tee_stores_the_blocks_of_chosen_experts_and_no_others() -> None:
     there, target = blocks.to(DEVICE), torch.zeros_like(blocks, device=DEVICE)
     source = torch.tensor([block.data_ptr() for block in there], device=DEVICE)
     targets = torch.tensor([0, target[1].data_ptr(), 0, target[3].data_ptr()], device=DEVICE)
-    triton_experts.copy_blocks(source, targets, blocks.shape[1])
+    face.copy_blocks(source, targets, blocks.shape[1])
     assert torch.equal(target.cpu()[[1, 3]], blocks[[1, 3]])
     assert not target[0].any()
     assert not target[2].any()

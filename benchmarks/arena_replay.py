@@ -1,11 +1,16 @@
 """Sets the arena against fixed splits of the same bytes: real scheduler and ledger, simulated device, no GPU.
 
     python -m benchmarks.arena_replay [--traces FOLDER] [--json FILE] [--pictures FOLDER] [--only NAME ...] [--jobs N]
+                                      [--rates FILE]
 
 Each case is one load on one model's memory geometry. The split shares its bytes in fixed parts (STATE and WINDOW
 against FULL; paged experts against FULL), in a sweep of eleven ratios; arena and splits run the same scheduler. For
 the published loads the budget is the one at which the split shows the published figure. Step times come from
-``benchmarks.replay.step_time``; all seconds are simulated, so the machine's speed and load do not matter.
+``benchmarks.replay.step_time``; all seconds are simulated, so the machine's speed and load do not matter. The rates
+behind them are read from ``--rates`` (by default ``benchmarks/results/h200/step_overhead.json``, where that file is):
+its figures ``launch_us_per_layer``, ``prefill_flops_share``, ``attention_bandwidth_share``, ``weight_bandwidth_share``
+and ``link_gb_per_s``, as ``benchmarks.replay.rates`` explains; what it does not hold is assumed. Each rate is printed
+with its source. All cases take ten minutes on one core (569 s beside other work), ``--only 16k_4k`` half a minute.
 """
 
 from __future__ import annotations
@@ -16,11 +21,14 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from benchmarks.replay import rates as machine
 from benchmarks.replay import settling, step_time
 from benchmarks.replay.cases import RATIOS, TRACE_JOBS, Case, published_cases, trace_cases
+from benchmarks.replay.rates import Rates
 from benchmarks.replay.simulator import Outcome
 from benchmarks.replay.sweep import Comparison, calibrate, compare
 
@@ -29,9 +37,9 @@ PLACES = 5
 """Significant figures written."""
 
 
-def run_case(name: str, traces: Path) -> Comparison:
+def run_case(name: str, traces: Path, rates: Rates) -> Comparison:
     """Calibrates and compares one case, by name."""
-    case = next(case for case in all_cases(traces) if case.name == name)
+    case = next(replace(case, rates=rates) for case in all_cases(traces) if case.name == name)
     arena_bytes, found = calibrate(case)
     return compare(case, arena_bytes, found)
 
@@ -69,15 +77,11 @@ def statements(figures: Mapping[str, float]) -> dict[str, bool]:
     return claims
 
 
-def conditions() -> dict[str, str | float]:
+def conditions(rates: Rates) -> dict[str, str | float]:
     """What the figures depend on."""
     return {
         "hardware": "none: one H200 as a step-time model",
-        "weight_bytes_per_s": step_time.WEIGHT_BYTES_PER_S,
-        "kv_bytes_per_s": step_time.KV_BYTES_PER_S,
-        "flops_per_s": step_time.FLOPS_PER_S,
-        "link_bytes_per_s": step_time.LINK_BYTES_PER_S,
-        "layer_s (assumed)": step_time.LAYER_S,
+        **rates.described(),
         "expert popularity exponent (assumed)": step_time.POPULARITY,
         "output lengths": "unknown to the scheduler, which sees max_tokens only",
         "grain": "one simulated token stands for 8 to 32 real ones; bytes, lengths and times are real",
@@ -132,16 +136,20 @@ def main() -> int:
     parser.add_argument("--pictures", type=Path, help="folder for a picture of the bands per model")
     parser.add_argument("--only", nargs="+", default=[], help="cases whose name contains one of these")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--rates", type=Path, default=machine.MEASURED, help="measured rates of the device")
     options = parser.parse_args()
     if not options.traces.is_dir():
         print(f"there are no traces in {options.traces}; --traces names the folder that holds them")
         return 2
     began = time.monotonic()
+    rates = machine.read_rates(options.rates)
+    for name, described in rates.described().items():
+        print(f"{name}: {described}")
     cases = all_cases(options.traces)
     names = [c.name for c in cases if not options.only or any(part in c.name for part in options.only)]
     with ProcessPoolExecutor(options.jobs) as pool:
-        settled = pool.submit(settling.measure)
-        running = [pool.submit(partial(run_case, traces=options.traces), name) for name in names]
+        settled = pool.submit(settling.measure, rates)
+        running = [pool.submit(partial(run_case, traces=options.traces, rates=rates), name) for name in names]
         for done in as_completed(running):
             comparison = done.result()
             shown = "  ".join(f"{name} {value:.4g}" for name, value in comparison.figures().items())
@@ -156,7 +164,7 @@ def main() -> int:
     if options.pictures is not None:
         _draw(comparisons, options.pictures)
     if options.json is not None:
-        _write(comparisons, figures, failed, options.json)
+        _write(comparisons, figures, failed, rates, options.json)
     print(f"{sum(len(c.sweep) + 2 for c in comparisons)} runs in {time.monotonic() - began:.0f} s")
     return 1 if failed else 0
 
@@ -171,14 +179,23 @@ def _draw(comparisons: Sequence[Comparison], folder: Path) -> None:
 
 
 def _write(
-    comparisons: Sequence[Comparison], figures: Mapping[str, float], failed: Sequence[str], path: Path
+    comparisons: Sequence[Comparison],
+    figures: Mapping[str, float],
+    failed: Sequence[str],
+    rates: Rates,
+    path: Path,
 ) -> None:
     runs = []
     for comparison in comparisons:
         runs += [row(comparison, "split", ratio, outcome) for ratio, outcome in comparison.sweep.items()]
         runs.append(row(comparison, "split", comparison.case.split_ratio, comparison.split))
         runs.append(row(comparison, "arena", 0.0, comparison.arena))
-    written = {"conditions": conditions(), "figures": dict(figures), "failed": list(failed), "runs": runs}
+    written = {
+        "conditions": conditions(rates),
+        "figures": dict(figures),
+        "failed": list(failed),
+        "runs": runs,
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(written, indent=1) + "\n")
 

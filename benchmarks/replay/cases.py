@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.replay.loads import Load, fixed_clients, trace_beginning
+from benchmarks.replay.rates import ASSUMED, Rates
 from benchmarks.replay.shapes import GPT_OSS_20B, QWEN35_4B, SHAPES, ModelShape
 from benchmarks.replay.simulator import Outcome
 
@@ -56,6 +57,7 @@ class Case:
     prefix_cache: bool = True
     target: Target | None = None
     running: str = "mean_running"
+    rates: Rates = ASSUMED
 
     @property
     def name(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from benchmarks.replay.loads import with_burst, with_storm
+from benchmarks.replay.rates import ASSUMED, Rates
 from benchmarks.replay.shapes import QWEN3_30B_A3B, QWEN35_4B
 from benchmarks.replay.simulator import Replay, Setting
 
@@ -12,11 +13,13 @@ GRAIN = 8
 SETTLE_S = 30.0
 
 
-def places_after_burst(num_quiet: int = 400, num_burst: int = 24, grain: int = GRAIN) -> dict[str, float]:
+def places_after_burst(
+    num_quiet: int = 400, num_burst: int = 24, grain: int = GRAIN, rates: Rates = ASSUMED
+) -> dict[str, float]:
     """Expert places 30 simulated seconds after a burst was worked off (no more requests run than before it), against
     the mean before it."""
     load = with_burst(num_burst, num_quiet, 1.0, grain)
-    setting = Setting(QWEN3_30B_A3B, 30_000_000_000, grain=grain, max_running=256)
+    setting = Setting(QWEN3_30B_A3B, 30_000_000_000, grain=grain, max_running=256, rates=rates)
     replay = Replay(setting, load)
     trail = replay.run().trail
     burst = [str(number) for number, job in enumerate(load.jobs) if len(job.prompt) * grain == 8192]
@@ -40,11 +43,15 @@ def places_after_burst(num_quiet: int = 400, num_burst: int = 24, grain: int = G
 
 
 def throughput_after_storm(
-    num_before: int = 700, num_storm: int = 96, num_after: int = 1800, grain: int = GRAIN
+    num_before: int = 700,
+    num_storm: int = 96,
+    num_after: int = 1800,
+    grain: int = GRAIN,
+    rates: Rates = ASSUMED,
 ) -> dict[str, float]:
     """Tokens a second of short requests after a retraction storm, against the same before it."""
     load = with_storm(num_before, num_storm, num_after, 96, grain)
-    setting = Setting(QWEN35_4B, 10_000_000_000, grain=grain, max_running=128)
+    setting = Setting(QWEN35_4B, 10_000_000_000, grain=grain, max_running=128, rates=rates)
     replay = Replay(setting, load)
     outcome = replay.run()
     trail = outcome.trail
@@ -67,6 +74,6 @@ def throughput_after_storm(
     }
 
 
-def measure() -> dict[str, float]:
+def measure(rates: Rates = ASSUMED) -> dict[str, float]:
     """Both."""
-    return places_after_burst() | throughput_after_storm()
+    return places_after_burst(rates=rates) | throughput_after_storm(rates=rates)

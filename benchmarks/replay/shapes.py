@@ -20,11 +20,12 @@ class ModelShape:
         window_token_bytes: the same for sliding layers, 0 for none.
         window: tokens a sliding layer's query sees.
         state_bytes: recurrent state per request, 0 for none.
-        dense_bytes: weights that every step reads.
+        dense_bytes: weights that every step reads, the head among them, the embedding not.
         expert_bytes: one routed expert of one layer, as it is read.
         num_layers: layers with attention or a state; each costs its launches.
         num_moe_layers, num_experts, experts_per_token: routed experts, 0 for none.
-        active_params: parameters that one token meets.
+        token_params: parameters that every token meets: neither embedding nor head.
+        head_params: those that a token meets whose successor is wanted.
         attention_flops: multiply-adds x 2 per query token and context token, full-attention layers together.
         paged: experts lie in the arena.
         page_tokens: real tokens per FULL page; window_page_tokens: per WINDOW page.
@@ -33,7 +34,8 @@ class ModelShape:
     name: str
     full_token_bytes: int
     dense_bytes: float
-    active_params: float
+    token_params: float
+    head_params: float
     attention_flops: float
     num_layers: int
     window_token_bytes: int = 0
@@ -87,13 +89,14 @@ GPT_OSS_20B = ModelShape(
     full_token_bytes=24_576,
     window_token_bytes=24_576,
     window=128,
-    dense_bytes=3.6e9,
+    dense_bytes=2.437e9,
     expert_bytes=13_219_200,
     num_layers=24,
     num_moe_layers=24,
     num_experts=32,
     experts_per_token=4,
-    active_params=3.6e9,
+    token_params=3.029e9,
+    head_params=0.579e9,
     attention_flops=4 * 12 * 64 * 64,
     page_tokens=128,
 )
@@ -101,34 +104,37 @@ QWEN35_4B = ModelShape(
     "qwen35_4b",
     full_token_bytes=32_768,
     state_bytes=51_511_296,
-    dense_bytes=8.0e9,
+    dense_bytes=8.411e9,
     num_layers=32,
-    active_params=4.0e9,
+    token_params=3.570e9,
+    head_params=0.636e9,
     attention_flops=4 * 8 * 16 * 256,
 )
 QWEN35_35B_A3B = ModelShape(
     "qwen35_35b_a3b",
     full_token_bytes=20_480,
     state_bytes=64_389_120,
-    dense_bytes=4.9e9,
+    dense_bytes=3.880e9,
     expert_bytes=6_291_456,
     num_layers=40,
     num_moe_layers=40,
     num_experts=256,
     experts_per_token=8,
-    active_params=3.455e9,
+    token_params=2.438e9,
+    head_params=0.509e9,
     attention_flops=4 * 10 * 16 * 256,
 )
 QWEN3_30B_A3B = ModelShape(
     "qwen3_30b_a3b",
     full_token_bytes=98_304,
-    dense_bytes=2.43e9,
+    dense_bytes=2.460e9,
     expert_bytes=4_720_128,
     num_layers=48,
     num_moe_layers=48,
     num_experts=128,
     experts_per_token=8,
-    active_params=3.353e9,
+    token_params=2.731e9,
+    head_params=0.311e9,
     attention_flops=4 * 48 * 32 * 128,
     paged=True,
 )
@@ -136,13 +142,14 @@ KIMI_LINEAR = ModelShape(
     "kimi_linear",
     full_token_bytes=8_064,
     state_bytes=43_417_600,
-    dense_bytes=4.6e9,
+    dense_bytes=3.270e9,
     expert_bytes=14_155_776,
     num_layers=27,
     num_moe_layers=26,
     num_experts=256,
     experts_per_token=8,
-    active_params=3.0e9,
+    token_params=2.730e9,
+    head_params=0.3775e9,
     attention_flops=4 * 7 * 32 * 576,
     page_tokens=128,
 )

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 
 from benchmarks.replay.loads import Job, Load
+from benchmarks.replay.rates import ASSUMED, Rates
 from benchmarks.replay.shapes import ModelShape
-from benchmarks.replay.step_time import LINK_BYTES_PER_S, StepTime
+from benchmarks.replay.step_time import StepTime
 from memory.ledger.ledger import ArenaLedger
 from memory.ledger.prefix_tree import GroupRule, PrefixTree
 from memory.ledger.prices import RecomputeCost
@@ -43,6 +44,7 @@ class Setting:
     step_tokens: int = 2048
     prefix_cache: bool = True
     floor_share: float = 0.1
+    rates: Rates = ASSUMED
 
 
 @dataclass(slots=True)
@@ -83,6 +85,9 @@ class Outcome:
     tokens_per_s: float
     idle_share: float
     """of the arena's bytes, over the same time: neither used nor kept"""
+    waiting_shares: dict[str, float]
+    """of the arena's bytes, over the time in which somebody waited: ``gap``, and ``empty`` (free or pending, inside
+    bands) and ``kept`` (prefix pages that can be evicted) of all groups: what a perfect policy could still use"""
     moves: int
     moved_bytes: int
     cached_share: float
@@ -160,7 +165,7 @@ def make_ledger(setting: Setting) -> ArenaLedger:
     tree = None
     if setting.prefix_cache:
         rules = {s.name: GroupRule(s.kind, s.page_tokens, s.page_bytes, s.window) for s in specs}
-        per_token_ms = 1e3 * setting.grain * 2 * shape.active_params / 4.7e14
+        per_token_ms = 1e3 * setting.grain * 2 * shape.token_params / setting.rates.flops_per_s
         tree = PrefixTree(rules, shape.name, RecomputeCost(per_token_ms))
     floor = 0
     if shape.paged:
@@ -181,13 +186,13 @@ def make_ledger(setting: Setting) -> ArenaLedger:
     return ledger
 
 
-def _paged_shape(shape: ModelShape) -> PagedShape:
+def _paged_shape(shape: ModelShape, rates: Rates) -> PagedShape:
     return PagedShape(
         shape.num_moe_layers,
         shape.num_experts,
         shape.experts_per_token,
         shape.expert_bytes,
-        LINK_BYTES_PER_S,
+        rates.link_bytes_per_s,
     )
 
 
@@ -210,14 +215,16 @@ class Replay:
         self._scheduler = Scheduler(self._ledger, limits, clock=self._clock)
         self._totals: dict[int, int] = {}
         self._device = SimulatedDevice(
-            StepTime(setting.shape, setting.grain, setting.step_tokens),
+            StepTime(setting.shape, setting.grain, setting.step_tokens, setting.rates),
             self._ledger,
             self._totals,
             self._clock,
         )
         self._loop = EngineLoop(self._scheduler, self._ledger, self._device, overlap=True)
         trades = setting.shape.paged and setting.mode == "arena"  # in a split nothing can flow
-        self._trader = ExpertTrader(self._ledger, _paged_shape(setting.shape)) if trades else None
+        self._trader = (
+            ExpertTrader(self._ledger, _paged_shape(setting.shape, setting.rates)) if trades else None
+        )
         self._jobs = deque(load.jobs)
         self.submitted: dict[str, float] = {}
         """when each request came, by id: ids number the jobs that were not refused"""
@@ -335,6 +342,7 @@ class Replay:
             waits[int(0.95 * (len(waits) - 1))],
             self._generated * setting.grain / elapsed,
             float(np.average(empty, weights=weights)) / setting.arena_bytes,
+            _waiting_shares(trail, setting.arena_bytes),
             self._device.moves,
             self._device.moved_bytes,
             counts.cached_tokens / max(1, counts.prompt_tokens),
@@ -342,3 +350,19 @@ class Replay:
             len(seconds),
             trail,
         )
+
+
+def _waiting_shares(trail: Trail, arena_bytes: int) -> dict[str, float]:
+    """Time-weighted shares of the arena that served no running request while somebody waited."""
+    weights = np.array(trail.seconds) * (np.array(trail.waiting) > 0)
+    if not weights.sum():
+        return {"gap": 0.0, "empty": 0.0, "kept": 0.0}
+    columns = {
+        "gap": trail.gap,
+        "empty": [sum(kind[2] for kind in kinds.values()) for kinds in trail.kinds],
+        "kept": [sum(kind[1] for kind in kinds.values()) for kinds in trail.kinds],
+    }
+    return {
+        name: float(np.average(np.array(column), weights=weights)) / arena_bytes
+        for name, column in columns.items()
+    }

@@ -2,11 +2,10 @@
 
     step = max(weights read / bandwidth, work / compute) + KV and states read / bandwidth + launches
 
-Rates are those measured on an H200: 3.0 TB/s for paged attention (weights are taken to stream as fast; a copy reaches
-4.2), 790 TFLOP/s for a large dense product of which serving shapes are taken to reach 60 %, 50 GB/s from mapped host
-memory. Distinct experts of n tokens: ``E (1 - (1 - k/E)^n)``. With paged experts a decode step waits for what its
-layers miss beyond what they compute meanwhile, and prompts are computed in staged passes of up to
-:data:`STAGED_TOKENS` tokens that stream every missing expert once, beside decode steps.
+The rates come from :mod:`benchmarks.replay.rates`: measured ones where there are any. Distinct experts of n tokens:
+``E (1 - (1 - k/E)^n)``. With paged experts a decode step waits for what its layers miss beyond what they compute
+meanwhile, and prompts are computed in staged passes of up to :data:`STAGED_TOKENS` tokens that stream every missing
+expert once, beside decode steps.
 """
 
 from __future__ import annotations
@@ -15,15 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.replay.rates import ASSUMED, Rates
 from benchmarks.replay.shapes import ModelShape
 from worker.scheduling.step import BoolArray, StepPlan
 
-WEIGHT_BYTES_PER_S = 3.0e12
-KV_BYTES_PER_S = 3.0e12
-FLOPS_PER_S = 0.6 * 790e12
-LINK_BYTES_PER_S = 50e9
-LAYER_S = 60e-6
-"""Launches, gaps and small kernels of one layer in a captured graph: an assumption, not a measurement."""
 POPULARITY = 0.7
 """Exponent of the Zipf law by which experts are taken to be chosen when they are paged: an assumption."""
 STAGED_TOKENS = 16_384
@@ -45,10 +39,12 @@ class StepTime:
 
     Args:
         step_tokens: most real tokens of a real step, where experts are not paged.
+        rates: of the machine.
     """
 
-    def __init__(self, shape: ModelShape, grain: int, step_tokens: int) -> None:
+    def __init__(self, shape: ModelShape, grain: int, step_tokens: int, rates: Rates = ASSUMED) -> None:
         self.shape = shape
+        self.rates = rates
         self._grain = grain
         self._step_tokens = step_tokens
         ranks = np.arange(1, shape.num_experts + 1, dtype=np.float64) ** -POPULARITY
@@ -63,9 +59,10 @@ class StepTime:
         num_decode = int(decode.sum())
         num_prefill = int(plan.query_len[~decode].sum()) * grain
         read, flops = self._decode_work(plan, decode), self._prefill_flops(plan, ~decode)
+        head = 2 * self.shape.head_params * num_decode
         states = 2 * self.shape.state_bytes * int((~decode).sum())
         if self.shape.paged:
-            decoding = self._step(num_decode, 0.0, read, num_places) if num_decode else StepCost(0.0)
+            decoding = self._step(num_decode, head, read, num_places) if num_decode else StepCost(0.0)
             passes = -(-num_prefill // STAGED_TOKENS)
             staged = self._step(
                 min(num_prefill, STAGED_TOKENS), flops / max(1, passes), states, num_places, True
@@ -76,7 +73,7 @@ class StepTime:
                 staged.misses * passes,
             )
         steps = max(grain if num_decode else 1, -(-num_prefill // self._step_tokens))
-        mixed = self._step(num_decode + num_prefill / steps, flops / steps, read + states / steps, 0)
+        mixed = self._step(num_decode + num_prefill / steps, head + flops / steps, read + states / steps, 0)
         return StepCost(mixed.seconds * steps)
 
     def _decode_work(self, plan: StepPlan, decode: BoolArray) -> float:
@@ -87,21 +84,24 @@ class StepTime:
         return float((contexts * shape.full_token_bytes + window + 2 * shape.state_bytes).sum())
 
     def _prefill_flops(self, plan: StepPlan, prefill: BoolArray) -> float:
-        """Work of the prompts' chunks beyond that of their tokens in :meth:`_step`: attention."""
+        """Work of the prompts' chunks beyond that of their tokens in :meth:`_step`: attention, and the head once for
+        each prompt that ends."""
         lengths = plan.query_len[prefill] * self._grain
         middle = plan.num_computed[prefill] * self._grain + lengths / 2
-        return self.shape.attention_flops * float((lengths * middle).sum())
+        ended = int((prefill & plan.samples).sum())
+        attention = self.shape.attention_flops * float((lengths * middle).sum())
+        return attention + 2 * self.shape.head_params * ended
 
     def _step(
         self, tokens: float, more_flops: float, read_bytes: float, num_places: int, staged: bool = False
     ) -> StepCost:
         """One real step of ``tokens`` tokens."""
-        shape = self.shape
+        shape, rates = self.shape, self.rates
         weights, misses = self._weights(tokens, num_places)
-        compute = (2 * shape.active_params * tokens + more_flops) / FLOPS_PER_S
-        seconds = max(weights / WEIGHT_BYTES_PER_S, compute) + read_bytes / KV_BYTES_PER_S
-        seconds += LAYER_S * shape.num_layers
-        link = misses * shape.expert_bytes / LINK_BYTES_PER_S
+        compute = (2 * shape.token_params * tokens + more_flops) / rates.flops_per_s
+        seconds = max(weights / rates.weight_bytes_per_s, compute) + read_bytes / rates.kv_bytes_per_s
+        seconds += rates.layer_s * shape.num_layers
+        link = misses * shape.expert_bytes / rates.link_bytes_per_s
         # A staged pass streams the next layers' experts while it computes; a decode layer waits for its own.
         overlap = seconds if staged else seconds * 0.5
         return StepCost(seconds + max(0.0, link - overlap), misses)

@@ -47,6 +47,8 @@ class Comparison:
             "ttft_p50_split": split.ttft_p50_s,
             "idle_arena": arena.idle_share,
             "idle_split": split.idle_share,
+            **{f"waiting_{name}_arena": share for name, share in arena.waiting_shares.items()},
+            **{f"waiting_{name}_split": share for name, share in split.waiting_shares.items()},
             "moves_arena": arena.moves,
             "vs_best_split": arena.tokens_per_s / max(rates),
             "vs_median_split": arena.tokens_per_s / statistics.median(rates),
@@ -65,6 +67,7 @@ def setting_of(case: Case, arena_bytes: int, mode: str, ratio: float) -> Setting
         case.max_running,
         case.step_tokens,
         case.prefix_cache,
+        rates=case.rates,
     )
 
 

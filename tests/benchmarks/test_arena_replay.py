@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import lzma
 import random
 from dataclasses import replace
@@ -10,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.replay import cases, settling, step_time
+from benchmarks.replay import cases, settling
 from benchmarks.replay.loads import Job, Load, fixed_clients, trace_beginning
+from benchmarks.replay.rates import ASSUMED, read_rates
 from benchmarks.replay.shapes import (
     GPT_OSS_20B,
     KIMI_LINEAR,
@@ -25,6 +27,7 @@ from benchmarks.replay.step_time import StepTime
 from benchmarks.replay.sweep import calibrate, compare
 from memory.api import PageKind, StepCommands
 from memory.ledger.market import Market
+from worker.advise.named import find_geometry
 from worker.scheduling.step import StepPlan
 
 GRAIN = 16
@@ -100,6 +103,7 @@ def test_bytes_seen_never_exceed_the_arena() -> None:
     for kinds, gap in zip(outcome.trail.kinds, outcome.trail.gap, strict=True):
         assert sum(map(sum, kinds.values())) + gap <= 2_000_000_000
     assert max(sum(map(sum, kinds.values())) for kinds in outcome.trail.kinds) > 1_600_000_000
+    assert 0 < sum(outcome.waiting_shares.values()) < 1
 
 
 def test_a_request_that_fits_no_share_is_refused_and_counted() -> None:
@@ -144,18 +148,64 @@ def test_a_decode_step_costs_what_it_reads() -> None:
     """Two rows at 1,000 tokens of context: weights, KV and states over the bandwidth, plus launches."""
     priced = StepTime(QWEN35_4B, 1, 2048).price(plan_of([1, 1], [999, 999], [True, True]))
     read = 2 * (1000 * 32_768 + 2 * 51_511_296)
-    launches = 32 * step_time.LAYER_S
-    assert priced.seconds == pytest.approx(8.0e9 / 3.0e12 + read / 3.0e12 + launches)
+    launches = 32 * ASSUMED.layer_s
+    assert priced.seconds == pytest.approx(8.411e9 / 3.0e12 + read / 3.0e12 + launches)
     coarse = StepTime(QWEN35_4B, 4, 2048).price(plan_of([1, 1], [249, 249], [True, True]))
     assert coarse.seconds == pytest.approx(4 * priced.seconds)
 
 
 def test_a_long_prompt_costs_what_it_computes() -> None:
     priced = StepTime(QWEN35_4B, 1, 2048).price(plan_of([2048], [0], [True]))
-    flops = 2 * 4.0e9 * 2048 + 4 * 8 * 16 * 256 * 2048 * 1024
+    # The head is computed for the last token alone.
+    flops = 2 * (3.570e9 * 2048 + 0.636e9) + 4 * 8 * 16 * 256 * 2048 * 1024
     assert priced.seconds == pytest.approx(
-        flops / step_time.FLOPS_PER_S + 2 * 51_511_296 / 3.0e12 + 32 * step_time.LAYER_S
+        flops / ASSUMED.flops_per_s + 2 * 51_511_296 / 3.0e12 + 32 * ASSUMED.layer_s
     )
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_shapes_agree_with_the_models_geometry(shape) -> None:
+    names = {
+        "qwen35_4b": "qwen3.5-4b",
+        "qwen35_35b_a3b": "qwen3.5-35b-a3b",
+        "kimi_linear": "kimi-linear-48b-a3b",
+    }
+    geometry = find_geometry(names.get(shape.name, shape.name.replace("_", "-")))
+    layers = sum(layer.matrix_params + layer.other_params for layer in geometry.layers)
+    expert = geometry.expert.num_params + geometry.expert.num_bias_params if geometry.expert else 0
+    routed = geometry.num_moe_layers * geometry.experts_per_token * expert
+    assert shape.token_params == pytest.approx(layers + routed, rel=1e-3)
+    assert shape.head_params == pytest.approx(geometry.head_params, rel=1e-3)
+    assert shape.dense_bytes == pytest.approx(2 * (layers + geometry.head_params), rel=1e-3)
+    assert shape.full_token_bytes == geometry.full_kv_bytes()
+    assert shape.state_bytes == geometry.state_bytes
+    assert shape.num_layers == len(geometry.layers)
+
+
+def test_measured_rates_are_used_and_named(tmp_path: Path) -> None:
+    path = tmp_path / "step_overhead.json"
+    assert read_rates(path) == ASSUMED
+    path.write_text(json.dumps({"figures": {"launch_us_per_layer": 90.0, "prefill_flops_share": 0.5}}))
+    rates = read_rates(path)
+    assert rates.layer_s == pytest.approx(90e-6)
+    assert rates.flops_per_s == pytest.approx(395e12)
+    assert rates.kv_bytes_per_s == ASSUMED.kv_bytes_per_s
+    said = rates.described()
+    assert said["layer_s"].endswith("(measured: launch_us_per_layer of step_overhead.json)")
+    assert said["link_bytes_per_s"] == ASSUMED.described()["link_bytes_per_s"]
+    plan = plan_of([1, 1], [999, 999], [True, True])
+    slower = StepTime(QWEN35_4B, 1, 2048, rates).price(plan).seconds
+    assert slower - StepTime(QWEN35_4B, 1, 2048).price(plan).seconds == pytest.approx(32 * 30e-6)
+    path.write_text(json.dumps({"figures": {"attention_bandwidth_share": 1.2}}))
+    with pytest.raises(ValueError, match="attention_bandwidth_share"):
+        read_rates(path)
+
+
+def test_rates_reach_the_replay() -> None:
+    load = fixed_clients("c", 1024, (256, 256), 4, 4, GRAIN)
+    quick = run(Setting(QWEN35_4B, 2_000_000_000, grain=GRAIN), load)
+    slow = run(Setting(QWEN35_4B, 2_000_000_000, grain=GRAIN, rates=replace(ASSUMED, layer_s=1e-3)), load)
+    assert slow.tokens_per_s < 0.5 * quick.tokens_per_s
 
 
 def test_missing_experts_cost_the_link() -> None:

@@ -1,0 +1,83 @@
+"""The rates that step times are computed from: measured on the device where a results file says so, else assumed.
+
+The file is :data:`MEASURED`, ``{"conditions": {...}, "figures": {...}}`` as every benchmark writes it; of its figures
+these are read, each by itself, so a file may hold only some of them:
+
+    launch_us_per_layer         time of a captured decode step beyond what it reads, by its layers: (time of the step -
+                                bytes read / rate of reading) / layers, at a batch whose work is negligible
+    prefill_flops_share         of :data:`DENSE_FLOPS_PER_S`: FLOP/s of a prefill of 2,048 tokens, attention counted
+    attention_bandwidth_share   of :data:`COPY_BYTES_PER_S`: bytes of KV a second that decode attention reads
+    weight_bandwidth_share      of :data:`COPY_BYTES_PER_S`: bytes of dense weights a second that a decode step reads
+    link_gb_per_s               bytes a second that a kernel reads from mapped host memory
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+MEASURED = Path(__file__).resolve().parents[1] / "results" / "h200" / "step_overhead.json"
+DENSE_FLOPS_PER_S = 790e12
+"""A large dense bf16 product on an H200, measured."""
+COPY_BYTES_PER_S = 4.2e12
+"""A copy within an H200's memory, measured: read and written bytes together."""
+FIELDS = {
+    "launch_us_per_layer": ("layer_s", 1e-6),
+    "prefill_flops_share": ("flops_per_s", DENSE_FLOPS_PER_S),
+    "attention_bandwidth_share": ("kv_bytes_per_s", COPY_BYTES_PER_S),
+    "weight_bandwidth_share": ("weight_bytes_per_s", COPY_BYTES_PER_S),
+    "link_gb_per_s": ("link_bytes_per_s", 1e9),
+}
+"""Figure in the file -> the rate it sets, and by what it is multiplied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What the machine does in a second. ``sources`` says of each rate where it comes from.
+
+    Attributes:
+        layer_s: launches, gaps and small kernels of one layer in a captured graph.
+        link_bytes_per_s: from mapped host memory.
+    """
+
+    weight_bytes_per_s: float = 3.0e12
+    kv_bytes_per_s: float = 3.0e12
+    flops_per_s: float = 0.6 * DENSE_FLOPS_PER_S
+    link_bytes_per_s: float = 50e9
+    layer_s: float = 60e-6
+    sources: tuple[tuple[str, str], ...] = (
+        ("weight_bytes_per_s", "assumed: as fast as paged attention"),
+        ("kv_bytes_per_s", "paged attention alone, measured"),
+        ("flops_per_s", "assumed: 60 % of a large dense product"),
+        ("link_bytes_per_s", "a gather alone, measured"),
+        ("layer_s", "assumed"),
+    )
+
+    def described(self) -> dict[str, str]:
+        """Each rate with its source, for reports."""
+        return {name: f"{getattr(self, name):g} ({source})" for name, source in self.sources}
+
+
+ASSUMED = Rates()
+
+
+def read_rates(path: Path = MEASURED) -> Rates:
+    """The measured rates of ``path`` over the assumed ones; the assumed ones where there is no such file.
+
+    ValueError for a figure that cannot be: not above 0, or a share above 1.
+    """
+    if not path.is_file():
+        return ASSUMED
+    figures = json.loads(path.read_text())["figures"]
+    rates = ASSUMED
+    sources = dict(ASSUMED.sources)
+    for figure, (field, factor) in FIELDS.items():
+        value = figures.get(figure)
+        if value is None:
+            continue
+        if not value > 0 or (figure.endswith("_share") and value > 1):
+            raise ValueError(f"{path}: {figure} = {value} cannot be")
+        rates = replace(rates, **{field: value * factor})
+        sources[field] = f"measured: {figure} of {path.name}"
+    return replace(rates, sources=tuple(sources.items()))

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+from memory.api import PlaceRange, StepCommands
+from memory.device.residency import BANNED
+from memory.ledger.spans import merged
 from worker.api import GenerateRequest, SamplingParams
 from worker.config import WorkerConfig
 from worker.engines.native import NativeEngine
-from worker.execution.runner import ModelRunner
+from worker.execution.runner import EXPERT_GROUP, ModelRunner
 from worker.scheduling.recording import RecordedStep
 from worker.scheduling.step import StepResult
 
@@ -52,6 +57,77 @@ def replay_steps(runner: ModelRunner, steps: Sequence[RecordedStep], arena_bytes
     """A runner's results for recorded plans; its memory is fresh and of the size that was recorded."""
     runner.attach_memory(runner.page_specs, arena_bytes)
     return [runner.run(step.plan) for step in steps]
+
+
+def force_places(
+    steps: Sequence[RecordedStep], floor: int, most: int, seed: int, share: float = 0.4
+) -> list[RecordedStep]:
+    """The steps with places taken from the experts and given back at random, beyond what the recording ledger did:
+    bans of any size, allows of some of what was taken, in any step; ``floor`` to ``most`` places are usable.
+
+    What the ledger itself bans or allows keeps its meaning; places are only ever withheld from the experts here.
+    """
+    dice = random.Random(seed)
+    allowed: set[int] = set()
+    taken: set[int] = set()
+    forced = []
+    for step in steps:
+        commands = step.plan.commands
+        banned = {place for entry in commands.ban for place in range(entry.first, entry.last)}
+        fresh = {place for entry in commands.allow for place in range(entry.first, entry.last)}
+        before = allowed - taken
+        allowed = (allowed - banned) | fresh
+        taken &= allowed
+        usable = sorted(allowed - taken)
+        if usable and dice.random() < share:
+            first = dice.randrange(len(usable))
+            count = min(dice.randrange(1, len(usable) + 1), max(0, len(usable) - floor))
+            taken |= set(usable[first : first + count])
+        elif taken and dice.random() < share:
+            taken -= set(dice.sample(sorted(taken), dice.randrange(1, len(taken) + 1)))
+        usable = sorted(allowed - taken)
+        taken |= set(dice.sample(usable, max(0, len(usable) - most)))
+        if len(usable) < floor:  # the ledger itself took some
+            taken -= set(dice.sample(sorted(taken), min(len(taken), floor - len(usable))))
+        now = allowed - taken
+        commands = replace(commands, ban=_ranges(before - now), allow=_ranges(now - before))
+        forced.append(RecordedStep(replace(step.plan, commands=commands), step.result))
+    return forced
+
+
+def _ranges(places: set[int]) -> tuple[PlaceRange, ...]:
+    spans = merged((place, place + 1) for place in places)
+    return tuple(PlaceRange(low, high) for low, high in spans)
+
+
+def replay_poisoned(
+    runner: ModelRunner, steps: Sequence[RecordedStep], arena_bytes: int
+) -> tuple[list[StepResult], list[int]]:
+    """Like :func:`replay_steps`; before a step computes, the bytes of places banned with it are overwritten as a band
+    would, and behind it the tables are audited. Answers the results, and the places usable at each step."""
+    runner.attach_memory(runner.page_specs, arena_bytes)
+    pager = runner.pager
+    assert pager is not None
+    places = runner.arena.grids[EXPERT_GROUP]
+    begin, banned = pager.begin_step, set[int]()
+
+    def begin_step(step: int, commands: StepCommands, num_stamping: int, *uploads: Any) -> None:
+        begin(step, commands, num_stamping, *uploads)
+        usable = (pager.residency.owner != BANNED).nonzero().flatten().tolist()
+        lost = banned - set(usable)
+        banned.clear()
+        banned.update(usable)
+        for place in lost:
+            places[place] = 0xEE
+
+    pager.begin_step = begin_step  # type: ignore[method-assign]
+    results, counts = [], []
+    for step in steps:
+        results.append(runner.run(step.plan))
+        counts.append(pager.num_places)
+        problems = pager.residency.audit()
+        assert problems == [], problems
+    return results, counts
 
 
 def same_results(left: Sequence[StepResult], right: Sequence[StepResult]) -> bool:

@@ -14,6 +14,7 @@ from memory.api import StepCommands
 from memory.device.commands import encode_places
 from memory.device.host_experts import HostExperts
 from memory.device.place_cap import PlaceCap
+from memory.device.rescue import RESCUE_BYTES, Rescuer
 from memory.device.residency import Residency, ResidencyRules
 from memory.device.residency_check import ResidencyCheck
 from worker.errors import ConfigError, EngineDead
@@ -27,6 +28,7 @@ class PagerOptions:
     expert_bytes: int = 0
     rules: ResidencyRules = field(default_factory=ResidencyRules)
     checked_places: int = 1
+    rescue_bytes: int = RESCUE_BYTES
 
 
 class ExpertPager:
@@ -47,6 +49,7 @@ class ExpertPager:
             )
         self._cap = PlaceCap(limit)
         self._residency: Residency | None = None
+        self._rescuer: Rescuer | None = None
         self._check: ResidencyCheck | None = None
         self._num_stamping = torch.zeros((), dtype=torch.int64)
         self._token = torch.zeros(0, dtype=torch.int64)
@@ -78,6 +81,7 @@ class ExpertPager:
             grid.shape[0],
             self.options.rules,
         )
+        self._rescuer = Rescuer(self._residency, grid, self.options.rescue_bytes)
         self._check = ResidencyCheck(
             self._residency,
             grid,
@@ -91,8 +95,9 @@ class ExpertPager:
         """Carries bans and allows out and opens a step whose first ``num_stamping`` tokens may page."""
         ban, allow = self._cap.update(commands.ban, commands.allow)
         residency = self.residency
-        for block in encode_places(ban, allow):
-            residency.apply(block.to(self._num_stamping.device))
+        assert self._rescuer is not None
+        device = self._num_stamping.device
+        self._rescuer.apply(block.to(device) for block in encode_places(ban, allow))
         residency.begin_step(step)
         self._num_stamping.fill_(num_stamping)
 

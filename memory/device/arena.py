@@ -6,11 +6,14 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from kernels.pages import copy_pages, zero_pages
-from memory.api import PAGE_ALIGN_BYTES, PageCopy, PageKind, PageSpec, StepCommands
+from kernels.pages import zero_pages
+from memory.api import PAGE_ALIGN_BYTES, PageKind, PageSpec, StepCommands
 from memory.device.host_tier import HostTier
 from memory.device.huge_pages import ask_for_huge_pages
-from memory.device.tables import PageTables
+from memory.device.lanes import make_lanes
+from memory.device.mover import PageMover
+from memory.device.tables import DeviceTables, PageTables
+from memory.device.watch import ArenaWatch
 
 
 def page_anchor(spec: PageSpec, arena_bytes: int) -> int:
@@ -25,11 +28,18 @@ class Arena:
         buffer: [arena_bytes] uint8.
         grids: by group, [pages, page_bytes] uint8.
         views: by (layer, row name), [pages, page_tokens, *row shape]; without the entry dimension for STATE.
-        tables: virtual to physical pages.
+        tables: virtual to physical pages, on the host.
+        device_tables: the same on the device.
+        host: pages that wait in host memory.
+        mover: carries out what a step needs done to pages.
+        watch: tests put one here, to have every byte checked.
     """
 
-    def __init__(self, specs: Sequence[PageSpec], arena_bytes: int, device: torch.device) -> None:
-        """Takes ``arena_bytes`` (rounded down to whole 128-byte lines) of ``device``, zeroed."""
+    def __init__(
+        self, specs: Sequence[PageSpec], arena_bytes: int, device: torch.device, host_bytes: int = 0
+    ) -> None:
+        """Takes ``arena_bytes`` (rounded down to whole 128-byte lines) of ``device``, zeroed, and ``host_bytes`` of
+        host memory for the tier behind it."""
         self.num_bytes = arena_bytes // PAGE_ALIGN_BYTES * PAGE_ALIGN_BYTES
         self.device = device
         self.specs: Mapping[str, PageSpec] = {spec.name: spec for spec in specs}
@@ -42,8 +52,12 @@ class Arena:
             if spec.kind is not PageKind.EXPERT:
                 self.views.update(self._row_views(spec))
         self.tables = PageTables()
-        waiting = {spec.name: spec.page_bytes for spec in specs if spec.kind is not PageKind.EXPERT}
-        self.host = HostTier(waiting, pinned=device.type == "cuda")
+        paged = {spec.name: spec for spec in specs if spec.kind is not PageKind.EXPERT}
+        self.device_tables = DeviceTables({name: len(self.grids[name]) for name in paged}, device)
+        page_bytes = {name: spec.page_bytes for name, spec in paged.items()}
+        self.host = HostTier(page_bytes, host_bytes, pinned=device.type == "cuda")
+        self.mover = PageMover(self.grids, self.host, self.device_tables, make_lanes(device))
+        self.watch: ArenaWatch | None = None
 
     def _grid(self, spec: PageSpec) -> torch.Tensor:
         anchor = page_anchor(spec, self.num_bytes)
@@ -62,34 +76,20 @@ class Arena:
         return views
 
     def apply(self, commands: StepCommands) -> None:
-        """Carries out what a step needs done ahead of it: moves, copies, then the table differences."""
-        moved: dict[str, tuple[list[int], list[int]]] = {}
-        for move in commands.moves:
-            sources, targets = moved.setdefault(move.group, ([], []))
-            sources.append(move.source)
-            targets.append(move.target)
-        for group, (sources, targets) in moved.items():
-            self._copy_pages(group, sources, targets)
-        for copy in commands.copies:
-            self._copy(copy)
+        """Launches what a step needs done ahead of it, on the current stream and beside it; never waits for the
+        device. See :mod:`memory.device.mover`."""
+        if self.watch is not None:
+            self.watch.before(commands)
+        self.mover.carry_out(commands)
         self.tables.apply(commands.table)
+        if self.watch is not None:
+            self.watch.after(commands)
+
+    def finished(self, step: int) -> int:
+        """Of a ``step`` whose tokens are there: the last step up to it that is wholly done, copies beside it included.
+        Never waits."""
+        return self.mover.finished(step)
 
     def zero(self, group: str, pages: torch.Tensor) -> None:
         """Zeroes physical ``pages`` [n] int64 of a group."""
         zero_pages(self.grids[group], pages)
-
-    def _copy(self, copy: PageCopy) -> None:
-        grid = self.grids[copy.group]
-        if copy.to_host:
-            self.host.store(copy.group, copy.target, grid[copy.source])
-        elif copy.from_host:
-            self.host.load(copy.group, copy.source, grid[copy.target])
-        else:
-            self._copy_pages(copy.group, [copy.source], [copy.target])
-
-    def _copy_pages(self, group: str, sources: list[int], targets: list[int]) -> None:
-        copy_pages(
-            self.grids[group],
-            torch.tensor(sources, device=self.device),
-            torch.tensor(targets, device=self.device),
-        )

@@ -2,45 +2,63 @@
 
 from __future__ import annotations
 
+import logging
+import time
+import weakref
 from collections.abc import Mapping
 
 import torch
 
+from memory.device.host_region import HostRegion, pin, unpin
+
+log = logging.getLogger(__name__)
+
 
 class HostTier:
     """The bytes of :class:`memory.ledger.host_tier.HostTier`, whose slots these are: slabs as large as the largest
-    page, ``slot // per_slab`` names the slab and ``slot % per_slab`` the place in it. A slab comes into being when
-    first stored to and serves whichever group the ledger gives it to, so the bytes here keep to the ledger's budget."""
+    page, ``slot // per_slab`` names the slab and ``slot % per_slab`` the place in it. One region of exactly the
+    ledger's size, page-locked for a device that copies by itself.
 
-    def __init__(self, page_bytes: Mapping[str, int], pinned: bool) -> None:
-        """``page_bytes`` by group, as the ledger's tier has them; ``pinned``: page-locked memory, for a device that
-        copies by itself."""
-        self._pinned = pinned
+    Attributes:
+        pinned: whether the device may copy while the host goes on.
+    """
+
+    def __init__(self, page_bytes: Mapping[str, int], budget_bytes: int, pinned: bool) -> None:
+        """``page_bytes`` by group and ``budget_bytes`` as the ledger's tier has them. Where the driver refuses to pin,
+        that is said, and copies go through unpinned memory, which the host waits for."""
         self._page_bytes = dict(page_bytes)
         self._slab_bytes = max(page_bytes.values(), default=1)
-        self._slabs: dict[int, torch.Tensor] = {}
+        self.num_bytes = budget_bytes // self._slab_bytes * self._slab_bytes
+        region = HostRegion(self.num_bytes)
+        self._data = region.data
+        self.pinned = False
+        if pinned and self.num_bytes:
+            started_s = time.perf_counter()
+            problem = pin(self._data)
+            self.pinned = problem is None
+            if problem is None:
+                seconds = time.perf_counter() - started_s
+                log.info("pinned %.2f GB for the host tier in %.1f s", self.num_bytes / 1e9, seconds)
+                # Unpinned before the mapping goes, or its addresses could not be pinned again.
+                weakref.finalize(self, unpin, self._data)
+            else:
+                log.warning("host_tier_bytes: %s; pages are copied through unpinned memory, slowly", problem)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the slabs that exist."""
-        return len(self._slabs) * self._slab_bytes
+    def page(self, group: str, slot: int) -> torch.Tensor:
+        """[page_bytes] uint8, the slot's memory. LookupError for a slot beyond the budget."""
+        size = self._page_bytes[group]
+        slab, index = divmod(slot, self._slab_bytes // size)
+        first = slab * self._slab_bytes + index * size
+        if not 0 <= first <= self.num_bytes - size:
+            raise LookupError(
+                f"host tier: {group} slot {slot} lies beyond the {self.num_bytes} bytes of the budget"
+            )
+        return self._data[first : first + size]
 
     def store(self, group: str, slot: int, page: torch.Tensor) -> None:
         """Copies ``page`` [page_bytes] uint8 of the arena into a slot, in stream order."""
-        number, first = self._place(group, slot)
-        slab = self._slabs.get(number)
-        if slab is None:
-            slab = torch.empty(self._slab_bytes, dtype=torch.uint8, pin_memory=self._pinned)
-            self._slabs[number] = slab
-        slab[first : first + len(page)].copy_(page, non_blocking=self._pinned)
+        self.page(group, slot).copy_(page, non_blocking=self.pinned)
 
     def load(self, group: str, slot: int, page: torch.Tensor) -> None:
-        """Copies a slot into ``page`` [page_bytes] uint8 of the arena; KeyError for a slab never stored to."""
-        number, first = self._place(group, slot)
-        page.copy_(self._slabs[number][first : first + len(page)], non_blocking=self._pinned)
-
-    def _place(self, group: str, slot: int) -> tuple[int, int]:
-        """The slab of a slot, and the slot's first byte in it."""
-        size = self._page_bytes[group]
-        slab, index = divmod(slot, self._slab_bytes // size)
-        return slab, index * size
+        """Copies a slot into ``page`` [page_bytes] uint8 of the arena, in stream order."""
+        page.copy_(self.page(group, slot), non_blocking=self.pinned)

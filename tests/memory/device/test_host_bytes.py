@@ -13,7 +13,7 @@ SIZES = {"full": 128, "window": 384, "state": 1280}
 
 
 def test_pages_of_all_groups_share_one_budget_and_come_back_bit_for_bit() -> None:
-    slots, held = HostSlots(4 * 1280, SIZES), HostBytes(SIZES, pinned=False)
+    slots, held = HostSlots(4 * 1280, SIZES), HostBytes(SIZES, 4 * 1280, pinned=False)
     rng, content = random.Random(0), dict[tuple[str, int], torch.Tensor]()
     seen = set()
     for number in range(400):

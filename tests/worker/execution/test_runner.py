@@ -23,7 +23,9 @@ PROMPT = [20 + (7 * i) % 200 for i in range(50)]
 @pytest.fixture
 def runner() -> ModelRunner:
     folder = tiny_folder("qwen3_5_moe", window=48)
-    return ModelRunner(WorkerConfig(model=str(folder), page_tokens=16, max_running=16))
+    return ModelRunner(
+        WorkerConfig(model=str(folder), page_tokens=16, max_running=16, host_tier_bytes=1 << 20)
+    )
 
 
 @pytest.fixture
@@ -96,10 +98,10 @@ def test_virtual_pages_go_through_the_table(runner: ModelRunner, driver: PlanDri
     expected = continue_alone(driver, PROMPT, 1)
     request = driver.add(PROMPT, GREEDY)
     plan = driver._plan([driver.rows[request]], [len(PROMPT)], {})
-    bound = through_tables(plan, 5000, StepCommands(plan.step, table=bind(plan, 5000)))
+    bound = through_tables(plan, 1, StepCommands(plan.step, table=bind(plan, 1)))
     assert runner.run(bound).token_ids[0].tolist() == expected
     with pytest.raises(LookupError, match="bound to nothing"):
-        runner.run(through_tables(plan, 5001, StepCommands(plan.step)))
+        runner.run(through_tables(plan, 2, StepCommands(plan.step)))
     with pytest.raises(LookupError, match="bound to nothing"):
         runner.run(through_tables(plan, 1 << 20, StepCommands(plan.step)))
 
@@ -115,8 +117,8 @@ def moved(driver: PlanDriver, request: int, kind: str) -> StepCommands:
             elif kind == "copy":
                 copies.append(PageCopy(group, page, target))
             else:
-                copies.append(PageCopy(group, page, 1000 + place, to_host=True))
-                copies.append(PageCopy(group, 1000 + place, target, from_host=True))
+                copies.append(PageCopy(group, page, place, to_host=True))
+                copies.append(PageCopy(group, place, target, from_host=True))
             pages[place] = target
     return StepCommands(99, moves=tuple(moves), copies=tuple(copies))
 

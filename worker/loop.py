@@ -70,13 +70,19 @@ class EngineLoop:
         self._audit = audit
         self._record = record
         self._next_step = 0
-        self._completed = -1
+        self._collected = self._completed = -1
+        self._finished_step: Callable[[int], int] | None = getattr(runner, "finished_step", None)
         self._flying: deque[tuple[StepPlan, Any]] = deque()
 
     @property
     def has_work(self) -> bool:
         """Whether a turn can bring anything."""
         return self._scheduler.has_work or bool(self._flying)
+
+    @property
+    def is_flying(self) -> bool:
+        """Whether a launched step is still to be collected: the next turn waits for the device."""
+        return bool(self._flying)
 
     def step(self) -> list[TokenEvent]:
         """One turn; answers what it brought."""
@@ -90,6 +96,7 @@ class EngineLoop:
     def _launch_next(self) -> bool:
         step = self._next_step
         self._next_step += 1
+        self._retire()
         self._ledger.begin_step(step, self._completed)
         plan = self._scheduler.schedule(step)
         plan = replace(plan, commands=self._ledger.commit_step(step))
@@ -107,11 +114,18 @@ class EngineLoop:
             if plan.num_rows:
                 events = self._scheduler.apply(plan, result)
                 self.num_steps += 1
-        self._completed = plan.step
-        self._ledger.end_step(plan.step)
+        self._collected = plan.step
+        self._retire()
         if self._audit:
             self._ledger.audit()
         return events
+
+    def _retire(self) -> None:
+        """Tells the ledger of steps that are done on the device, what a runner copies beside them included."""
+        done = self._collected if self._finished_step is None else self._finished_step(self._collected)
+        if done > self._completed:
+            self._completed = done
+            self._ledger.end_step(done)
 
     def settle(self, most_steps: int = 4) -> None:
         """Nobody has work: lets memory finish what it was about (frees of the last step, moves)."""

@@ -34,16 +34,18 @@ class ResidencyCheck:
         self._sizes = sorted(set(block_bytes))
         self._size_of_row = torch.tensor(list(block_bytes), device=grid.device)
         self._places_per_step = min(places_per_step, residency.num_places)
-        self._next = 0
+        self._next = torch.zeros((), dtype=torch.int64, device=grid.device)
+        self._steps = torch.arange(self._places_per_step, device=grid.device)
         self.found = torch.zeros(3, dtype=torch.int64, device=grid.device)
 
     def step(self) -> None:
         """Checks the next places."""
         if self._places_per_step == 0:
             return
-        places = torch.arange(self._next, self._next + self._places_per_step) % self._residency.num_places
-        self._next = (self._next + self._places_per_step) % self._residency.num_places
-        self.check(places.to(self._grid.device))
+        # On the device: the host neither waits nor sends anything.
+        places = (self._next + self._steps) % self._residency.num_places
+        self._next.add_(self._places_per_step)
+        self.check(places)
 
     def check(self, places: torch.Tensor) -> None:
         """Checks ``places`` [n] int64; free and banned ones are right whatever they hold."""

@@ -147,6 +147,16 @@ class FakeRunner:
         """pages that came back from the host tier"""
         self._tables: dict[str, npt.NDArray[np.int64]] = {}
 
+    @property
+    def figures(self) -> Mapping[str, float]:
+        return {}
+
+    def measure_arena_bytes(self) -> int:
+        raise NotImplementedError("a fake device has no memory of its own")
+
+    def capture_graphs(self) -> None:
+        """There is no device to capture on."""
+
     def attach_memory(self, specs: Sequence[PageSpec], arena_bytes: int) -> None:
         buffer = self._buffer = np.full(arena_bytes, GARBAGE, dtype=np.uint8)
         for spec in specs:

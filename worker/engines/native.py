@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CPU_ARENA_BYTES = 1 << 30
-DEVICE_SHARE = 0.85
-"""Of what the loaded model left on a GPU; activations and kernels' workspaces get the rest."""
 DRAIN_POLL_S = 0.01
 FLUSH_TIMEOUT_S = 20.0
 SNAPSHOT_AGE_S = 0.01
@@ -55,7 +53,11 @@ class Runner(Protocol):
     def model_info(self) -> ModelInfo: ...
     @property
     def page_specs(self) -> tuple[PageSpec, ...]: ...
+    @property
+    def figures(self) -> Mapping[str, float]: ...
+    def measure_arena_bytes(self) -> int: ...
     def attach_memory(self, specs: Sequence[PageSpec], arena_bytes: int) -> None: ...
+    def capture_graphs(self) -> None: ...
     def launch(self, plan: StepPlan) -> Any: ...
     def collect(self, handle: Any) -> StepResult: ...
     def close(self) -> None: ...
@@ -109,6 +111,7 @@ class NativeEngine:
         if fitting < info.max_model_len:
             log.warning("arena_bytes=%d holds requests of at most %d tokens", arena_bytes, fitting)
         self._runner.attach_memory(specs, arena_bytes)
+        self._runner.capture_graphs()
         self._model = replace(info, max_model_len=fitting)
         limits = _limits(config, info)
         if grammars is None and info.folder:
@@ -282,7 +285,7 @@ class NativeEngine:
         now = time.monotonic()
         if self._loop.num_steps > steps:
             self._advanced_s = now
-        elif self._loop.has_work:
+        elif self._loop.has_work and not self._loop.is_flying:
             time.sleep(BLOCKED_SLEEP_S)
         counts = self._scheduler.statistics
         seen = self._snapshot
@@ -339,6 +342,7 @@ class NativeEngine:
         found = take_snapshot(
             self._scheduler, self._ledger, 0, self._loop.num_steps, time.time(), self._draining
         )
+        found = replace(found, extra={**found.extra, **self._runner.figures})
         if self._experts is None:
             return found
         self._expert_report = self._experts.read()
@@ -359,10 +363,7 @@ def _arena_bytes(config: WorkerConfig, runner: Runner) -> int:
         return config.arena_bytes // PAGE_ALIGN_BYTES * PAGE_ALIGN_BYTES
     if runner.model_info.device == "cpu":
         return CPU_ARENA_BYTES
-    import torch
-
-    free_bytes, _ = torch.cuda.mem_get_info(torch.device(runner.model_info.device))
-    return int(free_bytes * DEVICE_SHARE) // PAGE_ALIGN_BYTES * PAGE_ALIGN_BYTES
+    return runner.measure_arena_bytes()
 
 
 def _limits(config: WorkerConfig, info: ModelInfo) -> Limits:

@@ -9,7 +9,7 @@ import torch
 
 from kernels.kv import write_kv
 from kernels.recurrent import ChunkLayout
-from worker.attention.base import AttentionBackend, AttentionPlan
+from worker.attention.base import AttentionBackend, AttentionPlan, KvPages
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,7 @@ class ForwardContext:
         state: the recurrent states, None for models without.
         views: arena views by (layer, row name).
         backend: the attention backend.
+        live: [tokens] bool, False for padding; None where all tokens are real.
     """
 
     positions: torch.Tensor
@@ -51,6 +52,7 @@ class ForwardContext:
     state: StateGroup | None
     views: Mapping[tuple[int, str], torch.Tensor]
     backend: AttentionBackend
+    live: torch.Tensor | None = None
 
     def attend(
         self,
@@ -62,8 +64,22 @@ class ForwardContext:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Stores the new keys and values in their pages and answers attention, [tokens, heads, head_dim]."""
-        rows = self.groups[group]
-        key_pages, value_pages = self.views[layer, "k"], self.views[layer, "v"]
-        write_kv(key, value, key_pages, value_pages, rows.page, rows.offset)
-        out = torch.empty_like(query)
-        return self.backend.run(rows.plan, query, key_pages, value_pages, sinks, out)
+        rows, pages = self.groups[group], self.pages(layer)
+        write_kv(
+            key, value, pages.key, pages.value, rows.page, rows.offset, pages.key_scale, pages.value_scale
+        )
+        return self.read(group, pages, query, sinks)
+
+    def pages(self, layer: int) -> KvPages:
+        """One layer's keys and values."""
+        views = self.views
+        return KvPages(
+            views[layer, "k"], views[layer, "v"], views.get((layer, "k_scale")), views.get((layer, "v_scale"))
+        )
+
+    def read(
+        self, group: str, pages: KvPages, query: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Attention over ``pages`` that hold the new keys and values already, [tokens, heads, head_dim]."""
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        return self.backend.run(self.groups[group].plan, query, pages, sinks, out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +112,14 @@ def open_model(config: WorkerConfig, experts: ExpertFactory | None = None) -> Op
     kv_dtype = {"auto": dtype_name, "bf16": "bfloat16", "fp8_e4m3": "float8_e4m3fn"}[config.kv_dtype]
     architecture, family = _family(folder, raw)
     weight_format = find_format(_quantization(raw), dtype_name)
-    factory = _resident_factory(device) if experts is None else experts
-    options = BuildOptions(kv_dtype=kv_dtype, dtype=dtype_name, experts=factory, format=weight_format)
+    factory = _resident_factory(device, config.deterministic) if experts is None else experts
+    options = BuildOptions(
+        kv_dtype=kv_dtype,
+        dtype=dtype_name,
+        experts=factory,
+        format=weight_format,
+        deterministic=config.deterministic,
+    )
     store: TensorStore = RandomTensors(config.seed) if config.load == "random" else CheckpointFiles(folder)
     if config.load != "random" and isinstance(weight_format, DenseFormat):
         store = DequantizedStore(store, weight_format)
@@ -127,9 +134,9 @@ def open_model(config: WorkerConfig, experts: ExpertFactory | None = None) -> Op
     )
 
 
-def _resident_factory(device: torch.device) -> ExpertFactory:
+def _resident_factory(device: torch.device, deterministic: bool) -> ExpertFactory:
     """On a GPU experts stay in the checkpoint's format; compiled CPU kernels want plain transposed weights."""
-    return table_experts if device.type == "cuda" else resident_experts
+    return partial(table_experts, deterministic=deterministic) if device.type == "cuda" else resident_experts
 
 
 def _family(folder: Path, raw: Mapping[str, Any]) -> tuple[str, ModelFamily]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,8 +15,12 @@ from worker.api import ModelInfo, TokenLogprobs
 from worker.attention.choice import choose_backend
 from worker.config import WorkerConfig
 from worker.execution.batch import BatchBuilder, DeviceBatch
+from worker.execution.decode import DecodeSteps, batch_sizes, context_bounds
+from worker.execution.graphs import DecodeGraphs
 from worker.execution.loading import load_model
-from worker.execution.sampler import SampledRows, Sampler
+from worker.execution.sampler import SampledRows, Sampler, SamplingStep
+from worker.execution.staging import fetch, make_uploads
+from worker.execution.timing import StepTimer
 from worker.experts.pager import ExpertPager
 from worker.layers.decoder import HiddenStates
 from worker.models.base import ExpertFactory
@@ -30,11 +33,13 @@ EXPERT_GROUP = "expert"
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A step that was started: what :meth:`ModelRunner.collect` turns into a result."""
+    """A step that was started: what :meth:`ModelRunner.collect` turns into a result. ``sampled`` and ``corrupt`` lie on
+    the host and are whole when ``timer`` is done."""
 
     plan: StepPlan
     sampled: SampledRows | None
-    started_s: float
+    corrupt: torch.Tensor | None
+    timer: StepTimer
 
 
 class ModelRunner:
@@ -44,7 +49,7 @@ class ModelRunner:
         """Loads the model; ``experts`` stands in for what ``config.experts`` says. ConfigError, ModelLoadError."""
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
-        self._config = config
+        self.config = config
         if experts is None and config.experts == "paged":
             experts = paged_factory(config)
         loaded = load_model(config, experts)
@@ -63,18 +68,50 @@ class ModelRunner:
         self._sampler = Sampler(
             config.max_running, self._model.vocab_size, self.model_info.eos_token_ids, self._device
         )
+        self._uploads = make_uploads(self._device)
         self._arena: Arena | None = None
         self._builder: BatchBuilder | None = None
+        self.graphs: DecodeGraphs | None = None
 
     def attach_memory(self, specs: Sequence[PageSpec], arena_bytes: int) -> None:
         """Takes the arena. ``specs`` are ``page_specs``, perhaps joined by others that ride along."""
         absent = {spec.name for spec in self.page_specs} - {spec.name for spec in specs}
         if absent:
             raise ValueError(f"the arena lacks the page groups {sorted(absent)}")
-        self._arena = Arena(specs, arena_bytes, self._device)
+        self._arena = Arena(specs, arena_bytes, self._device, self.config.host_tier_bytes)
         self._builder = BatchBuilder(self._arena, self._shapes, self._backend, self._model.conv_width)
         if self.pager is not None:
             self.pager.attach(self._arena.grids[EXPERT_GROUP])
+        if self._device.type == "cuda":
+            self.graphs = self._decode_graphs()
+
+    def _decode_graphs(self) -> DecodeGraphs | None:
+        """The padded decode steps, not captured yet; None where the attention backend cannot do without the host."""
+        if not self._backend.capturable:
+            return None
+        steps = DecodeSteps(
+            self._model.decoder,
+            self.arena,
+            self._shapes,
+            self._backend,
+            self._last_tokens,
+            self._model.vocab_size,
+            self.model_info.max_model_len,
+        )
+        sizes, bounds = batch_sizes(self.config.max_running), context_bounds(self.model_info.max_model_len)
+        return DecodeGraphs(steps, sizes, bounds)
+
+    @torch.inference_mode()
+    def capture_graphs(self, keys: list[tuple[int, int]] | None = None) -> None:
+        """Captures decode steps (None: of all sizes) over the attached arena; nothing where graphs cannot be."""
+        if self.graphs is not None:
+            self.graphs.capture(keys)
+
+    def measure_arena_bytes(self) -> int:
+        """Bytes of the device that are left for an arena when the largest steps have the rest."""
+        from worker.execution.warm_up import measure_arena_bytes
+
+        return measure_arena_bytes(self)
 
     @property
     def arena(self) -> Arena:
@@ -83,6 +120,16 @@ class ModelRunner:
             raise RuntimeError("attach_memory comes before the first step")
         return self._arena
 
+    @property
+    def figures(self) -> Mapping[str, float]:
+        """Counters for ``WorkerSnapshot.extra``."""
+        if self.graphs is None:
+            return {}
+        return {
+            "graph.eager_decode_steps": float(self.graphs.num_eager_steps),
+            "graph.replayed_decode_steps": float(self.graphs.num_replays),
+        }
+
     def run(self, plan: StepPlan) -> StepResult:
         """Carries a step out and waits for it."""
         return self.collect(self.launch(plan))
@@ -90,19 +137,29 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Starts a step; its sampled tokens stay on the device for the steps launched after it."""
-        started_s = time.perf_counter()
+        timer = StepTimer(self._device)
         self._apply(plan)
         self._sampler.start(plan.started)
         if plan.num_rows == 0:
-            return LaunchedStep(plan, None, started_s)
-        batch, hidden = self._forward(plan)
+            return self._launched(plan, None, timer)
         if not plan.samples.any():
-            return LaunchedStep(plan, None, started_s)
-        logits = self._model.decoder.logits(hidden.final.index_select(0, batch.sample_index))
-        sampled = self._sampler.sample(plan, logits)
-        slots = torch.from_numpy(plan.slots[plan.samples]).to(self._device)
-        self._last_tokens.index_copy_(0, slots, sampled.token_ids)
-        return LaunchedStep(plan, sampled, started_s)
+            self._forward(plan)
+            return self._launched(plan, None, timer)
+        sampling = self._sampler.prepare(plan, self._uploads)
+        if self.graphs is not None and plan.num_decode_rows == plan.num_rows:
+            sampled = self._decode(plan, sampling, self.graphs)
+        else:
+            batch, hidden = self._forward(plan)
+            logits = self._model.decoder.logits(hidden.final.index_select(0, batch.sample_index))
+            sampled = self._sampler.draw(sampling, logits)
+            self._last_tokens.index_copy_(0, batch.sample_slots, sampled.token_ids)
+        return self._launched(plan, sampled, timer)
+
+    def _launched(self, plan: StepPlan, sampled: SampledRows | None, timer: StepTimer) -> LaunchedStep:
+        corrupt = None if self.pager is None else fetch(self.pager.found)
+        found = None if sampled is None else sampled.fetched()
+        timer.stop()
+        return LaunchedStep(plan, found, corrupt, timer)
 
     @torch.inference_mode()
     def score(self, plan: StepPlan) -> torch.Tensor:
@@ -112,35 +169,57 @@ class ModelRunner:
         return self._model.decoder.logits(self._forward(plan)[1].final)
 
     def _apply(self, plan: StepPlan) -> None:
+        self._uploads.begin()
         if self.pager is not None:
             # Bans come first: behind them the step's own moves and kernels may write where experts were.
-            self.pager.begin_step(plan.step, plan.commands, plan.num_decode_rows)
+            self.pager.begin_step(plan.step, plan.commands, plan.num_decode_rows, self._uploads)
         self.arena.apply(plan.commands)
 
     def _forward(self, plan: StepPlan) -> tuple[DeviceBatch, HiddenStates]:
         assert self._builder is not None
-        batch = self._builder.build(plan, self._last_tokens)
+        batch = self._builder.build(plan, self._last_tokens, self._uploads)
         hidden = self._model.decoder.forward(batch.token_ids, batch.context)
         if self.pager is not None:
             self.pager.end_step()
         return batch, hidden
 
+    def _decode(self, plan: StepPlan, sampling: SamplingStep, graphs: DecodeGraphs) -> SampledRows:
+        """A step of single tokens, padded; some of its rows may not sample (a prompt's chunk of one token)."""
+        places = None if plan.samples.all() else self._uploads.put(np.flatnonzero(plan.samples))
+        logits, slots = graphs.run(plan, self._uploads)
+        if self.pager is not None:
+            self.pager.end_step()
+        if places is not None:
+            logits, slots = logits.index_select(0, places), slots.index_select(0, places)
+        sampled = self._sampler.draw(sampling, logits)
+        self._last_tokens.index_copy_(0, slots, sampled.token_ids)
+        return sampled
+
     def collect(self, launched: LaunchedStep) -> StepResult:
-        """Waits for a launched step and answers what it brought."""
+        """Waits for a launched step, and for no later one, and answers what it brought."""
         plan = launched.plan
+        seconds = launched.timer.wait()
         token_ids = np.full((plan.num_rows, 1), -1, dtype=np.int64)
         logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
         if launched.sampled is not None:
-            token_ids[plan.samples, 0] = launched.sampled.token_ids.cpu().numpy()
+            token_ids[plan.samples, 0] = launched.sampled.token_ids.numpy()
             found = launched.sampled.logprobs
             if found:
                 logprobs = tuple((found[row],) if row in found else () for row in range(plan.num_rows))
         if self.pager is not None:
-            self.pager.raise_if_corrupt()
-        seconds = time.perf_counter() - launched.started_s
+            self.pager.raise_if_corrupt(launched.corrupt)
         return StepResult(plan.step, token_ids, plan.samples.astype(np.int64), logprobs, seconds)
+
+    def finished_step(self, step: int) -> int:
+        """Of a collected ``step``: the last one up to it whose copies beside the steps are done too. Never waits."""
+        return self.arena.finished(step)
+
+    def detach_memory(self) -> None:
+        """Gives the arena back; another may be attached."""
+        self._arena = None
+        self._builder = None
+        self.graphs = None
 
     def close(self) -> None:
         """Gives the arena back; no step may follow."""
-        self._arena = None
-        self._builder = None
+        self.detach_memory()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -22,6 +22,14 @@ class Mixer(Protocol):
         ...
 
 
+class Mlp(Protocol):
+    """A sublayer that treats every token alone."""
+
+    def __call__(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """[tokens, H] to [tokens, H]."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
     """One layer: ``x += mixer(norm(x)); x += mlp(norm(x))``. Norm weights are float32, one added where zero-centred."""
@@ -29,7 +37,7 @@ class DecoderLayer:
     mixer_norm: torch.Tensor
     mixer: Mixer
     mlp_norm: torch.Tensor
-    mlp: Callable[[torch.Tensor], torch.Tensor]
+    mlp: Mlp
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +60,13 @@ class Decoder:
         head: torch.Tensor,
         rope: Rope,
         eps: float,
+        deterministic: bool = False,
     ) -> None:
         """``embedding`` and ``head`` [vocabulary, H] (one tensor where tied)."""
         self._embedding = embedding
         self._layers = tuple(layers)
         self._final_norm = final_norm
-        self._head = Linear(head)
+        self._head = Linear(head, deterministic=deterministic)
         self._rope = rope
         self._eps = eps
 
@@ -88,7 +97,7 @@ class Decoder:
         last = number + 1 == len(self._layers)
         behind = self._final_norm if last else self._layers[number + 1].mixer_norm
         normed = add_norm(x, layer.mixer(normed, rotation, context), layer.mlp_norm, self._eps)
-        return add_norm(x, layer.mlp(normed), behind, self._eps)
+        return add_norm(x, layer.mlp(normed, context), behind, self._eps)
 
     def forward(
         self, token_ids: torch.Tensor, context: ForwardContext, taps: frozenset[int] = frozenset()
@@ -105,6 +114,7 @@ class Decoder:
             tapped[len(self._layers)] = x
         return HiddenStates(normed, tapped)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, H] behind the final norm to [rows, vocabulary] float32."""
-        return self._head(hidden).float()
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[rows, H] behind the final norm to [rows, vocabulary] float32, into ``out`` where it is given."""
+        logits = self._head(hidden)
+        return logits.float() if out is None else out.copy_(logits)

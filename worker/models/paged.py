@@ -101,10 +101,12 @@ class _Rehearsed:
 
 def paged_factory(config: WorkerConfig) -> PagedFactory:
     """The factory that a worker's settings ask for."""
-    return PagedFactory(PagerOptions(config.expert_bytes), shared_name(config))
+    return PagedFactory(
+        PagerOptions(config.expert_bytes, deterministic=config.deterministic), shared_name(config)
+    )
 
 
-def table_experts(experts: ExpertLayer, source: WeightSource) -> RoutedExperts:
+def table_experts(experts: ExpertLayer, source: WeightSource, deterministic: bool = False) -> RoutedExperts:
     """The factory that keeps every expert's block on the device, at constant addresses, for the same kernel that paged
     experts use: ``experts=resident`` on a GPU."""
     layout = experts.format.block_layout(experts.shape)
@@ -118,7 +120,8 @@ def table_experts(experts: ExpertLayer, source: WeightSource) -> RoutedExperts:
                 experts.format.pack(tensors, experts.shape, blocks[expert])
     if source.rehearsing:
         return _Rehearsed()
-    return TableExperts(blocks, block_format(layout), experts.shape.intermediate_size, experts.activation)
+    inner = experts.shape.intermediate_size
+    return TableExperts(blocks, block_format(layout), inner, experts.activation, deterministic)
 
 
 def _made_up_blocks(experts: ExpertLayer, source: WeightSource) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""Runs the largest steps over a small arena before the real one exists: kernels are compiled, and memory is measured."""
+"""Runs the largest steps over a small arena before the real one exists: compiles kernels and measures memory."""
 
 from __future__ import annotations
 

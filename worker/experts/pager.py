@@ -18,17 +18,20 @@ from memory.device.rescue import RESCUE_BYTES, Rescuer
 from memory.device.residency import Residency, ResidencyRules
 from memory.device.residency_check import ResidencyCheck
 from worker.errors import ConfigError, EngineDead
+from worker.execution.staging import Uploads
 
 
 @dataclass(frozen=True, slots=True)
 class PagerOptions:
     """``expert_bytes``: bytes of places in use at most, 0: all that the ledger allows. ``checked_places``: places whose
-    content is compared with its hash per step."""
+    content is compared with its hash per step. ``rescue_bytes``: most bytes a step of experts whose places are banned
+    that are carried over to colder places. ``deterministic``: no token's bits depend on the tokens beside it."""
 
     expert_bytes: int = 0
     rules: ResidencyRules = field(default_factory=ResidencyRules)
     checked_places: int = 1
     rescue_bytes: int = RESCUE_BYTES
+    deterministic: bool = False
 
 
 class ExpertPager:
@@ -91,13 +94,21 @@ class ExpertPager:
         )
         self._num_stamping = torch.zeros((), dtype=torch.int64, device=device)
 
-    def begin_step(self, step: int, commands: StepCommands, num_stamping: int) -> None:
-        """Carries bans and allows out and opens a step whose first ``num_stamping`` tokens may page."""
+    def begin_step(
+        self, step: int, commands: StepCommands, num_stamping: int, uploads: Uploads | None = None
+    ) -> None:
+        """Carries bans and allows out and opens a step whose first ``num_stamping`` tokens may page. ``uploads`` takes
+        the commands to the device without waiting."""
         ban, allow = self._cap.update(commands.ban, commands.allow)
         residency = self.residency
         assert self._rescuer is not None
-        device = self._num_stamping.device
-        self._rescuer.apply(block.to(device) for block in encode_places(ban, allow))
+        blocks = list(encode_places(ban, allow))
+        if uploads is None:
+            blocks = [block.to(self._num_stamping.device) for block in blocks]
+        else:
+            blocks = [uploads.put(block.numpy()) for block in blocks]
+            uploads.flush()
+        self._rescuer.apply(blocks)
         residency.begin_step(step)
         self._num_stamping.fill_(num_stamping)
 
@@ -117,10 +128,20 @@ class ExpertPager:
         if len(self._token) < len(x):
             self._token = torch.arange(2 * len(x), device=x.device)
         stamping = self._token[: len(x)] < self._num_stamping
-        if self._still:
-            return run_experts(x, weights, experts, residency.address[row], where, inner, activation)
-        tee = residency.decide(row, experts, stamping)
-        out = run_experts(x, weights, experts, residency.address[row], where, inner, activation, tee)
+        tee = None if self._still else residency.decide(row, experts, stamping)
+        out = run_experts(
+            x,
+            weights,
+            experts,
+            residency.address[row],
+            where,
+            inner,
+            activation,
+            tee,
+            self.options.deterministic,
+        )
+        if tee is None:
+            return out
         residency.publish(row)
         return out
 
@@ -138,11 +159,15 @@ class ExpertPager:
         if self._check is not None:
             self._check.step()
 
-    def raise_if_corrupt(self) -> None:
-        """EngineDead naming layer and expert when a place did not hold its expert's bytes. Waits for the device."""
-        if self._check is None:
-            return
-        count, row, expert = self._check.found.tolist()
+    @property
+    def found(self) -> torch.Tensor:
+        """[3] int64 on the device: places that did not hold their expert's bytes, then row and expert of the first."""
+        return torch.zeros(3, dtype=torch.int64) if self._check is None else self._check.found
+
+    def raise_if_corrupt(self, found: torch.Tensor | None = None) -> None:
+        """EngineDead naming layer and expert when a place did not hold its expert's bytes. ``found``: a copy on the
+        host of what :attr:`found` was; None: what it is, which waits for the device."""
+        count, row, expert = (self.found if found is None else found).tolist()
         if count:
             raise EngineDead(
                 f"expert {expert} of layer {self.host.layers[row]} in device memory is not what was loaded"
@@ -171,15 +196,28 @@ class TableExperts:
     """The routed experts of one layer, all resident: the same kernel over constant addresses."""
 
     def __init__(
-        self, blocks: torch.Tensor, where: BlockFormat, inner: int, activation: GatedActivation
+        self,
+        blocks: torch.Tensor,
+        where: BlockFormat,
+        inner: int,
+        activation: GatedActivation,
+        deterministic: bool = False,
     ) -> None:
         """``blocks`` [experts, block_bytes] uint8 on the device."""
         self._blocks = blocks
         self._table = torch.arange(len(blocks), device=blocks.device) * blocks.stride(0) + blocks.data_ptr()
         self._where, self._inner, self._activation = where, inner, activation
+        self._deterministic = deterministic
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """Weighted sum over the chosen experts, [tokens, H]."""
         return run_experts(
-            x.contiguous(), weights, experts, self._table, self._where, self._inner, self._activation
+            x.contiguous(),
+            weights,
+            experts,
+            self._table,
+            self._where,
+            self._inner,
+            self._activation,
+            deterministic=self._deterministic,
         )

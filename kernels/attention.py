@@ -9,6 +9,17 @@ import torch
 
 from kernels._native import ops as native
 from kernels._reference import attention as reference
+from kernels._reference.attention import PagedRows
+
+__all__ = [
+    "DecodePages",
+    "PagedRows",
+    "paged_attention",
+    "paged_decode",
+    "paged_prefill_row",
+    "plain_paged_attention",
+    "row_by_row_problem",
+]
 
 
 @dataclass(frozen=True)
@@ -115,3 +126,51 @@ def paged_prefill_row(
     key = key_pages.index_select(0, pages).flatten(0, 1)[seen].to(query.dtype)
     value = value_pages.index_select(0, pages).flatten(0, 1)[seen].to(query.dtype)
     reference.prefill_row(query, key, value, first_query, first_key, window, scale, sinks, out)
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    rows: PagedRows,
+    scale: float,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
+) -> None:
+    """Causal attention of all rows of a step, those of one token and longer ones, over their pages.
+
+    On a GPU nothing is read back and every query's bits are the same in any company, in a chunk or alone. Elsewhere
+    rows are computed one by one.
+
+    Args:
+        query: [tokens, heads, dim]; on a GPU dim is a power of two.
+        key_pages, value_pages: [pages, page_tokens, kv_heads, dim] strided views of one layer, the step's own keys and
+            values included. Entries past a row's end may hold anything, NaN included.
+        rows: where each row's tokens and pages are.
+        sinks: [heads] logits that join the softmax denominator only, or None.
+        out: [tokens, heads, dim], filled; padding stays as it is.
+        key_scale, value_scale: [pages, page_tokens, kv_heads] float32 views that multiply FP8 pages, or None.
+    """
+    if query.is_cuda:
+        from kernels._triton import attention as on_gpu
+
+        on_gpu.paged_attention(query, key_pages, value_pages, rows, scale, sinks, out, key_scale, value_scale)
+        return
+    plain_paged_attention(query, key_pages, value_pages, rows, scale, sinks, out, key_scale, value_scale)
+
+
+def plain_paged_attention(
+    query: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    rows: PagedRows,
+    scale: float,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
+) -> None:
+    """:func:`paged_attention` in plain torch on any device, row by row, reading lengths on the host."""
+    reference.paged_attention(query, key_pages, value_pages, rows, scale, sinks, out, key_scale, value_scale)

@@ -6,6 +6,9 @@ import torch
 
 from kernels._native import ops as native
 from kernels._reference import pages as reference
+from kernels._reference.pages import FP8_LARGEST, FP8_RELATIVE_ERROR
+
+__all__ = ["FP8_LARGEST", "FP8_RELATIVE_ERROR", "write_kv"]
 
 
 def write_kv(
@@ -15,15 +18,28 @@ def write_kv(
     value_pages: torch.Tensor,
     page: torch.Tensor,
     offset: torch.Tensor,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
 ) -> None:
     """Stores token t's rows at ``[page[t], offset[t]]``, cast to the pages' dtype.
 
     Args:
         key, value: [tokens, kv_heads, head_dim].
         key_pages, value_pages: [pages, page_tokens, kv_heads, head_dim] strided views of one layer.
-        page: [tokens] int64 physical page of each token.
+        page: [tokens] int64 physical page of each token; on a GPU tokens with -1 are padding and skipped.
         offset: [tokens] int64 entry inside the page.
+        key_scales, value_scales: [pages, page_tokens, kv_heads] float32 views for pages in FP8: each row is divided by
+            its largest magnitude over :data:`FP8_LARGEST`, which is stored there. None: plain cast.
     """
+    if key.is_cuda:
+        from kernels._triton import pages as on_gpu
+
+        on_gpu.write_kv(key, value, key_pages, value_pages, page, offset, key_scales, value_scales)
+        return
+    if key_scales is not None and value_scales is not None:
+        reference.write_scaled(key, key_pages, key_scales, page, offset)
+        reference.write_scaled(value, value_pages, value_scales, page, offset)
+        return
     dense = all(rows.stride(2) == 1 and rows.stride(1) == rows.shape[2] for rows in (key, value))
     if native.serves(key) and native.serves(key_pages) and dense:
         native.write_rows(key, key_pages, page, offset)

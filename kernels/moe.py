@@ -10,6 +10,8 @@ import torch
 from kernels._native import ops as native
 from kernels._native.library import Bank
 from kernels._reference import moe as reference
+from kernels.experts import DENSE, BlockFormat
+from kernels.experts import run_experts as run_from_table
 from kernels.pointwise import GatedActivation
 
 
@@ -42,6 +44,25 @@ class ExpertBank:
         return replace(self, gate_up=gate_up, down=down)
 
     @cached_property
+    def table(self) -> tuple[torch.Tensor, torch.Tensor, BlockFormat]:
+        """The bank's experts as blocks, copied once, for the kernel that reads through addresses: the blocks, their
+        addresses, and where a block's parts lie."""
+        parts = [self.gate_up.transpose(1, 2), self.down.transpose(1, 2), self.gate_up_bias, self.down_bias]
+        offsets, size = [], 0
+        for part in parts:
+            offsets.append(-1 if part is None else size)
+            size += 0 if part is None else -(-part[0].numel() * self.down.element_size() // 128) * 128
+        blocks = torch.zeros(len(self.down), size, dtype=torch.uint8, device=self.down.device)
+        for part, offset in zip(parts, offsets, strict=True):
+            if part is not None:
+                held = part.to(self.down.dtype).flatten(1).contiguous().view(torch.uint8)
+                blocks[:, offset : offset + held.shape[1]] = held
+        where = BlockFormat(
+            DENSE, offsets[0], offsets[1], gate_up_bias=offsets[2], down_bias=offsets[3], num_bytes=size
+        )
+        return blocks, torch.arange(len(blocks), device=blocks.device) * size + blocks.data_ptr(), where
+
+    @cached_property
     def native(self) -> Bank:
         """The bank as the compiled kernels read it."""
         act = self.activation
@@ -64,6 +85,10 @@ def route(
     """
     if native.serves(logits) and logits.stride(1) == 1:
         return native.route(logits, experts_per_token, renormalise)
+    if logits.is_cuda:
+        from kernels._triton import moe as on_gpu
+
+        return on_gpu.route(logits, experts_per_token, renormalise)
     return reference.route(logits, experts_per_token, renormalise)
 
 
@@ -82,4 +107,8 @@ def run_experts(
     """
     if native.serves_tokens(x):
         return native.run_experts(x.contiguous(), weights.contiguous(), experts.contiguous(), bank.native)
+    if x.is_cuda:
+        _, table, where = bank.table
+        inner = bank.down.shape[1]
+        return run_from_table(x.contiguous(), weights, experts, table, where, inner, bank.activation)
     return reference.run_experts(x, weights, experts, bank)

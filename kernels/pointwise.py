@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 
 from kernels._native import ops as native
 from kernels._reference import pointwise as reference
+
+
+def _on_gpu() -> ModuleType:
+    """The Triton kernels; loaded where there is a GPU, since Triton need not be installed elsewhere."""
+    from kernels._triton import pointwise as on_gpu
+
+    return on_gpu
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -18,6 +26,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
     """
     if native.serves(x) and native.can_normalise(x, weight):
         return native.rms_norm(x, weight, eps)
+    if x.is_cuda:
+        return _on_gpu().rms_norm(x, weight, eps)
     return reference.rms_norm(x, weight, eps)
 
 
@@ -25,6 +35,8 @@ def l2_norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     """``x / sqrt(sum(x^2) + eps)`` over the last dim."""
     if native.serves(x) and native.can_normalise(x, None):
         return native.l2_norm(x, eps)
+    if x.is_cuda:
+        return _on_gpu().l2_norm(x, eps)
     return reference.l2_norm(x, eps)
 
 
@@ -37,31 +49,56 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     """
     if native.serves(x) and native.serves(cos) and x.stride(1) == x.shape[2]:
         return native.rotate(x, cos.contiguous(), sin.contiguous())
+    if x.is_cuda:
+        return _on_gpu().rotate(x, cos, sin)
     return reference.rotate(x, cos, sin)
+
+
+def norm_rotate(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, cos: torch.Tensor, sin: torch.Tensor
+) -> torch.Tensor:
+    """:func:`rotate` of :func:`rms_norm`, in one launch on a GPU; without a ``weight`` only the rotation.
+
+    Args:
+        x: [tokens, heads, dim], heads may lie in a wider row; without a ``weight`` it may be changed in place.
+        weight: [heads, dim] or [dim] float32, or None.
+
+    Returns:
+        [tokens, heads, dim].
+    """
+    if x.is_cuda:
+        return _on_gpu().norm_rotate(x, weight, eps, cos, sin)
+    return rotate(x if weight is None else rms_norm(x, weight, eps), cos, sin)
 
 
 def add_norm(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Adds ``y`` to ``x`` [rows, dim] in place and answers :func:`rms_norm` of the sum; weight [dim] float32."""
     if native.serves(x) and native.serves(y) and x.is_contiguous() and y.is_contiguous():
         return native.add_norm(x, y, weight, eps)
+    if x.is_cuda:
+        return _on_gpu().add_norm(x, y, weight, eps)
     return rms_norm(x.add_(y), weight, eps)
 
 
 def gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """``rms_norm(x, weight) * silu(gate)`` in float32; x may be overwritten.
+    """``rms_norm(x, weight) * silu(gate)``, computed in float32 and cast to gate's dtype; x may be overwritten.
 
     Args:
         x: [rows, heads, dim] float32; gate: [rows, heads * dim]; weight: [dim] float32.
     """
     if native.serves(x) and native.serves(gate) and x.is_contiguous() and gate.stride(1) == 1:
         return native.gated_norm(x, gate, weight, eps)
-    return rms_norm(x, weight, eps).mul_(reference.silu(gate.float()).view(x.shape))
+    if x.is_cuda:
+        return _on_gpu().gated_norm(x, gate, weight, eps)
+    return rms_norm(x, weight, eps).mul_(reference.silu(gate.float()).view(x.shape)).to(gate.dtype)
 
 
 def mul_sigmoid(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """``x * sigmoid(gate)``, [rows, n] both; x may be overwritten."""
     if native.serves(x) and native.serves(gate) and x.is_contiguous() and gate.stride(1) == 1:
         return native.mul_sigmoid(x, gate)
+    if x.is_cuda:
+        return _on_gpu().mul_sigmoid(x, gate)
     return x.mul_(torch.sigmoid(gate))
 
 
@@ -71,6 +108,8 @@ def silu_and_mul(gate: torch.Tensor, up: torch.Tensor, share: torch.Tensor | Non
     alike = alike and (share is None or share.stride(0) == gate.stride(0))
     if native.serves(gate) and native.serves(up) and alike:
         return native.silu_and_mul(gate, up, share)
+    if gate.is_cuda and gate.dim() == 2:
+        return _on_gpu().silu_and_mul(gate, up, share)
     out = reference.silu_and_mul(gate, up)
     return out if share is None else out.mul_(torch.sigmoid(share))
 
@@ -85,6 +124,8 @@ class GatedActivation:
 
     def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """Same shapes in and out; the inputs are left as they are."""
+        if self.limit and gate.is_cuda and gate.dim() == 2:
+            return _on_gpu().clamped_swiglu(gate, up, self.limit, self.alpha)
         if self.limit:
             return reference.clamped_swiglu(gate, up, self.limit, self.alpha)
         return silu_and_mul(gate, up)

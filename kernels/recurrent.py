@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 
@@ -16,6 +17,7 @@ __all__ = [
     "causal_conv_rows",
     "causal_conv_step",
     "chunk_layout",
+    "chunked_problem",
     "delta_gates",
     "delta_rule_chunks",
     "delta_rule_step",
@@ -39,14 +41,39 @@ def chunk_layout(query_len: Sequence[int], conv_width: int, device: torch.device
         state_slots.append(torch.arange(columns, columns + conv_width - 1))
         conv_slots.append(torch.arange(columns + conv_width - 1, columns + conv_width - 1 + length))
         columns += conv_width - 1 + length
+    lengths = torch.tensor(list(query_len))
+    host_start = torch.zeros(len(query_len) + 1, dtype=torch.int64)
+    torch.cumsum(lengths, 0, out=host_start[1:])
     return ChunkLayout(
         slot=torch.cat(slots).to(device),
         order=torch.tensor(order, device=device),
         active=active,
-        query_len=torch.tensor(list(query_len), device=device),
+        query_len=lengths.to(device),
         conv_slot=torch.cat(conv_slots).to(device),
         state_slot=torch.stack(state_slots).to(device),
+        token_row=torch.arange(len(query_len)).repeat_interleave(lengths).to(device),
+        query_start=host_start.to(device),
+        host_start=host_start,
     )
+
+
+def _on_gpu() -> ModuleType:
+    """The Triton kernels; loaded where there is a GPU, since Triton need not be installed elsewhere."""
+    from kernels._triton import recurrent as on_gpu
+
+    return on_gpu
+
+
+def chunked_problem(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why :func:`delta_rule_chunks` goes token by token on ``device`` for activations in ``dtype``; None where it goes
+    chunk by chunk."""
+    if device.type != "cuda":
+        return None
+    if dtype is torch.float32:
+        return "fla-core computes chunks in bfloat16, not in float32"
+    from kernels._triton import delta_chunks
+
+    return delta_chunks.problem()
 
 
 def delta_gates(
@@ -63,6 +90,8 @@ def delta_gates(
     """
     if native.serves(strength) and strength.stride(1) == 1:
         return native.delta_gates(strength, decay_bias, decay_rate)
+    if strength.is_cuda:
+        return _on_gpu().delta_gates(strength, decay_bias, decay_rate)
     return reference.delta_gates(strength, decay_bias, decay_rate)
 
 
@@ -82,11 +111,14 @@ def delta_rule_step(
         value: [rows, v_heads, d_v].
         decay: [rows, v_heads], exp of the log decay; beta: [rows, v_heads].
         state_pages: [pages, v_heads, d_k, d_v] strided view; row r's state is page[r], changed in place.
-        page: [rows] int64 physical state pages, distinct.
+        page: [rows] int64 physical state pages, distinct; on a GPU rows with -1 are padding, and what they answer is
+            undefined.
 
     Returns:
         [rows, v_heads, d_v].
     """
+    if query.is_cuda:
+        return _on_gpu().delta_rule_step(query, key, value, decay, beta, state_pages, page)
     if native.serves(query) and _side_by_side(query, key, value, decay, beta, state_pages):
         return native.delta_rule(query, key, value, decay, beta, state_pages, page)
     return reference.delta_rule_step(query, key, value, decay, beta, state_pages, page)
@@ -101,6 +133,7 @@ def delta_rule_chunks(
     state_pages: torch.Tensor,
     page: torch.Tensor,
     layout: ChunkLayout,
+    decay: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The same recurrence over many tokens per row, in chunks: within a chunk the corrections are one triangular
     solve (Yang et al., "Parallelizing linear transformers with the delta rule", with decay as in "Gated delta
@@ -108,11 +141,24 @@ def delta_rule_chunks(
 
     Args:
         query, key: [tokens, k_heads, d_k]; value: [tokens, v_heads, d_v]; log_decay, beta: [tokens, v_heads].
-        state_pages, page: as in :func:`delta_rule_step`.
+        state_pages, page: as in :func:`delta_rule_step`, without padding.
+        decay: matters on a GPU. None: fla-core computes chunks in bfloat16 (see :func:`chunked_problem`). The exp of
+            log_decay as :func:`delta_gates` answers it: tokens follow one another in float32, with the bits of
+            :func:`delta_rule_step`, however a row is cut into steps.
 
     Returns:
         [tokens, v_heads, d_v] float32.
     """
+    if query.is_cuda and decay is None:
+        from kernels._triton import delta_chunks
+
+        return delta_chunks.delta_rule_chunks(
+            query, key, value, log_decay, beta, state_pages, page, layout.query_start, layout.host_start
+        )
+    if query.is_cuda:
+        return _on_gpu().delta_rule_rows(
+            query, key, value, decay, beta, state_pages, page, layout.query_start
+        )
     if native.serves_tokens(query) and _side_by_side(query, key, value, log_decay, beta, state_pages):
         return native.delta_rule(
             query, key, value, log_decay, beta, state_pages, page, layout.query_len, logarithmic=True
@@ -128,7 +174,10 @@ def causal_conv_step(
     Args:
         x: [rows, channels]; weight: [width, channels], the last column meets the newest token.
         state_pages: [pages, width - 1, channels] strided view; page[r] holds row r's columns before x, and is shifted.
+            On a GPU rows with page -1 are padding, and what they answer is undefined.
     """
+    if x.is_cuda:
+        return _on_gpu().causal_conv_step(x, weight, state_pages, page)
     if native.serves(x) and native.serves(state_pages) and _side_by_side(x, weight, state_pages):
         return native.causal_conv(x, weight, state_pages, page)
     return reference.causal_conv_step(x, weight, state_pages, page)
@@ -139,6 +188,8 @@ def causal_conv_rows(
 ) -> torch.Tensor:
     """Depthwise causal convolution and SiLU for rows of several tokens: x [tokens, channels]; each row's page of
     ``state_pages`` comes to hold its last columns."""
+    if x.is_cuda:
+        return _on_gpu().causal_conv_rows(x, weight, state_pages, page, layout.token_row, layout.query_start)
     if native.serves_tokens(x) and native.serves(state_pages) and _side_by_side(x, weight, state_pages):
         return native.causal_conv(x, weight, state_pages, page, layout.query_len)
     return reference.causal_conv_rows(x, weight, state_pages, page, layout)

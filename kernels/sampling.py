@@ -14,11 +14,19 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
 
 def noise_keys(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """[rows, 2] int64 keys (32 bits each) of [rows] int64 seeds and positions, the same on every device."""
+    if seeds.is_cuda:
+        from kernels._triton import sampling as on_gpu
+
+        return on_gpu.noise_keys(seeds, positions)
     return reference.noise_keys(seeds, positions)
 
 
 def gumbel_noise(keys: torch.Tensor, num_tokens: int) -> torch.Tensor:
     """[rows, num_tokens] float32 Gumbel noise: a function of a row's keys and the token id alone."""
+    if keys.is_cuda:
+        from kernels._triton import sampling as on_gpu
+
+        return on_gpu.gumbel_noise(keys, num_tokens)
     return reference.gumbel_noise(keys, num_tokens)
 
 
@@ -67,4 +75,8 @@ def draw(
         temperature: [rows] above 0; top_k: [rows] int64, 0 for all; top_p, min_p: [rows].
         keys: [rows, 2] as :func:`noise_keys` answers them.
     """
+    if logits.is_cuda:
+        from kernels._triton import sampling as on_gpu
+
+        return on_gpu.draw(logits, temperature, top_k, top_p, min_p, keys)
     return reference.draw(logits, temperature, top_k, top_p, min_p, keys)

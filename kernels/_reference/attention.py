@@ -12,6 +12,28 @@ QUERY_TILE = 256
 
 
 @dataclass(frozen=True, slots=True)
+class PagedRows:
+    """Rows of a step in one group of pages; all tensors may be buffers whose content changes between replays.
+
+    Attributes:
+        tables: [rows, max_pages] int64 physical pages; column j is logical page ``first_page[row] + j``.
+        first_page, kv_len: [rows] int32; a row with ``kv_len`` 0 is padding and stays unwritten.
+        query_start: [rows + 1] int32 first token of each row.
+        num_decode_rows: the leading rows have one token each.
+        max_kv_len: host int, bounds the decode rows' ``kv_len``.
+        window: how many of the last tokens a query sees, or None.
+    """
+
+    tables: torch.Tensor
+    first_page: torch.Tensor
+    kv_len: torch.Tensor
+    query_start: torch.Tensor
+    num_decode_rows: int
+    max_kv_len: int
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class ListedPages:
     """The pages that decode rows read, one behind the other: ``page`` [n] physical id, ``row`` [n] its row,
     ``column`` [n] its place among the row's pages, ``hidden`` [n, 1, 1, page_tokens] entries no query may see,
@@ -194,3 +216,43 @@ def _with_sinks(
     weights = torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1].to(query.dtype)
     result = torch.matmul(weights, value.transpose(0, 1).unsqueeze(1))
     return result.permute(2, 0, 1, 3).reshape(num_queries, num_heads, dim)
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    rows: PagedRows,
+    scale: float,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    key_scale: torch.Tensor | None,
+    value_scale: torch.Tensor | None,
+) -> None:
+    """Row by row; see the face. Reads lengths on the host."""
+    page_tokens, window = key_pages.shape[1], rows.window
+    starts, lengths, firsts = rows.query_start.tolist(), rows.kv_len.tolist(), rows.first_page.tolist()
+    for row, length in enumerate(lengths):
+        span = slice(starts[row], starts[row + 1])
+        if length == 0 or span.stop == span.start:
+            continue
+        first_query = length - (span.stop - span.start)
+        first_key = 0 if window is None else max(0, first_query - window + 1)
+        low, high = first_key // page_tokens, (length - 1) // page_tokens
+        pages = rows.tables[row, low - firsts[row] : high + 1 - firsts[row]]
+        seen = slice(first_key - low * page_tokens, length - low * page_tokens)
+        key = gather_rows(key_pages, key_scale, pages, seen, query.dtype)
+        value = gather_rows(value_pages, value_scale, pages, seen, query.dtype)
+        prefill_row(query[span], key, value, first_query, first_key, window, scale, sinks, out[span])
+
+
+def gather_rows(
+    pages: torch.Tensor, scales: torch.Tensor | None, numbers: torch.Tensor, seen: slice, dtype: torch.dtype
+) -> torch.Tensor:
+    """[tokens, kv_heads, dim] entries ``seen`` of the pages ``numbers``, one behind the other, in ``dtype``."""
+    if scales is None:
+        return pages.index_select(0, numbers).flatten(0, 1)[seen].to(dtype)
+    # Not every device gathers FP8: its bytes will do.
+    packed = pages.view(torch.uint8).index_select(0, numbers).flatten(0, 1)[seen].view(pages.dtype)
+    factor = scales.index_select(0, numbers).flatten(0, 1)[seen]
+    return (packed.float() * factor.unsqueeze(-1)).to(dtype)

@@ -29,6 +29,8 @@ class ChunkLayout:
         query_len: tokens of each row, in row order.
         conv_slot: [tokens] int64, place of each token when every row is preceded by the convolution's old columns.
         state_slot: [rows, width - 1] int64, places of the old columns; the new ones lie ``query_len`` further.
+        token_row: [tokens] int64, the row of each token.
+        query_start: [rows + 1] int64, the first token of each row; host_start: the same on the host.
     """
 
     slot: torch.Tensor
@@ -37,6 +39,9 @@ class ChunkLayout:
     query_len: torch.Tensor
     conv_slot: torch.Tensor
     state_slot: torch.Tensor
+    token_row: torch.Tensor
+    query_start: torch.Tensor
+    host_start: torch.Tensor
 
 
 def delta_gates(

@@ -1,130 +1,211 @@
-"""Paged attention in Triton: decode split over the sequence, prefill in query tiles; FULL and WINDOW pages, sinks, FP8.
+"""Paged attention in Triton: FULL and WINDOW pages, sinks, FP8; decode rows and chunks by the same arithmetic.
 
-Token positions, not batch or launch shape, decide how work is cut: split ``s`` of a decode row is always the tokens
-[s * SPLIT, (s + 1) * SPLIT), so a row's result does not depend on the rows beside it.
+A program owns a tile of (query, head) pairs that share a key head, and walks through keys in blocks. Keys are cut at
+absolute multiples of a split's length; every split is summed from its start, and the splits are added in order. A
+chunk's program walks all its splits; a decode row's splits are programs of their own, added by a second launch. Tiles
+have one height, and nothing is contracted to fused multiply-adds, so a query's bits depend neither on its company nor
+on whether it came in a chunk or alone.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
+from kernels._reference.attention import PagedRows
+
 LOG2E = tl.constexpr(1.4426950408889634)
-SPLIT_TOKENS = 512
-"""Tokens of one decode split: long enough to hide the launch of a program, short enough to fill the card at batch 1."""
+SPLIT_TOKENS = 256
+"""Keys of one split: few, so that one long row fills the card; its partial result is 3 % of what it read."""
 
 
 @triton.jit
 def _load_rows(
-    base,
-    scales,
-    page,
-    offset,
-    seen,
-    columns,
-    stride_page,
-    stride_token,
-    scale_page,
-    scale_token,
-    has_scale: tl.constexpr,
-):
-    """[tokens, dim] rows of one KV head; rows not seen are zero, whatever lies there."""
+    base, scales, page, offset, seen, columns, stride_page, stride_token, scale_page, scale_token,
+    HAS_SCALE: tl.constexpr, like,
+):  # fmt: skip
+    """[tokens, dim] rows of one key head; rows not seen are zero, whatever lies there."""
     rows = base + page[:, None] * stride_page + offset[:, None] * stride_token + columns[None, :]
     loaded = tl.load(rows, mask=seen[:, None], other=0.0)
-    if has_scale:
+    if HAS_SCALE:
         scale = tl.load(scales + page * scale_page + offset * scale_token, mask=seen, other=0.0)
-        loaded = (loaded.to(tl.float32) * scale[:, None]).to(tl.bfloat16)
-    return loaded
+        loaded = loaded.to(tl.float32) * scale[:, None]
+    return loaded.to(like.dtype.element_ty)
 
 
 @triton.jit
-def _decode_split(
-    query, key, value, key_scale, value_scale, tables, first_page, kv_len, partial, stats,
-    num_splits, max_pages, scale, window,
-    q_row, q_head, k_page, k_token, k_head, v_page, v_token, v_head,
-    ks_page, ks_token, ks_head, vs_page, vs_token, vs_head,
-    HAS_WINDOW: tl.constexpr, HAS_SCALE: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
-    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr,
+def _split(
+    q, position, pair_ok, key, value, key_scale, value_scale, table, logical0, first, low, high, scale, window, like,
+    k_page, k_token, v_page, v_token, ks_page, ks_token, vs_page, vs_token,
+    HAS_WINDOW: tl.constexpr, HAS_SCALE: tl.constexpr, PAGE: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
+    DIM: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    slot = tl.program_id(2)
-    length = tl.load(kv_len + row)
-    first = 0
-    if HAS_WINDOW:
-        first = tl.maximum(length - window, 0)
-    split = first // SPLIT + slot
-    low = tl.maximum(split * SPLIT, first)
-    high = tl.minimum((split + 1) * SPLIT, length)
-    heads = tl.arange(0, GROUP_PAD)
+    """Largest score, sum of weights and weighted values over the keys low .. high, low a multiple of BLOCK."""
     columns = tl.arange(0, DIM)
-    real = heads < GROUP
-    q = tl.load(
-        query + row.to(tl.int64) * q_row + (kv_head * GROUP + heads)[:, None] * q_head + columns[None, :],
-        mask=real[:, None],
-        other=0.0,
-    )
-    logical0 = tl.load(first_page + row)
-    most = tl.full([GROUP_PAD], -float("inf"), tl.float32)
-    total = tl.zeros([GROUP_PAD], tl.float32)
-    acc = tl.zeros([GROUP_PAD, DIM], tl.float32)
-    for start in range((low // BLOCK) * BLOCK, high, BLOCK):
+    most = tl.full([PAIRS], -float("inf"), tl.float32)
+    total = tl.zeros([PAIRS], tl.float32)
+    acc = tl.zeros([PAIRS, DIM], tl.float32)
+    for start in range(low, high, BLOCK):
         token = start + tl.arange(0, BLOCK)
-        seen = (token >= low) & (token < high)
-        column = token // PAGE - logical0
-        page = tl.load(tables + row.to(tl.int64) * max_pages + column, mask=seen, other=0)
+        stored = (token >= first) & (token < high)
+        page = tl.load(table + token // PAGE - logical0, mask=stored, other=0)
         offset = token % PAGE
         k = _load_rows(
-            key + kv_head * k_head,
-            key_scale + kv_head * ks_head,
-            page,
-            offset,
-            seen,
-            columns,
-            k_page,
-            k_token,
-            ks_page,
-            ks_token,
-            HAS_SCALE,
+            key, key_scale, page, offset, stored, columns, k_page, k_token, ks_page, ks_token, HAS_SCALE, like
         )
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2E)
+        seen = stored[None, :] & (token[None, :] <= position[:, None]) & pair_ok[:, None]
+        if HAS_WINDOW:
+            seen &= token[None, :] > position[:, None] - window
+        scores = tl.where(seen, scores, -float("inf"))
+        higher = tl.maximum(most, tl.max(scores, 1))
+        # A block may hold no visible key at all: exp2(-inf - -inf) must not make a NaN.
+        shift = tl.where(higher == -float("inf"), 0.0, higher)
+        weights = tl.exp2(scores - shift[:, None])
+        fade = tl.exp2(most - shift)
         v = _load_rows(
-            value + kv_head * v_head,
-            value_scale + kv_head * vs_head,
+            value,
+            value_scale,
             page,
             offset,
-            seen,
+            stored,
             columns,
             v_page,
             v_token,
             vs_page,
             vs_token,
             HAS_SCALE,
+            like,
         )
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * (scale * LOG2E)
-        scores = tl.where(seen[None, :], scores, -float("inf"))
-        higher = tl.maximum(most, tl.max(scores, 1))
-        # A tile may hold no visible token at all: exp2(-inf - -inf) must not make a NaN.
-        shift = tl.where(higher == -float("inf"), 0.0, higher)
-        weights = tl.exp2(scores - shift[:, None])
-        fade = tl.exp2(most - shift)
         total = total * fade + tl.sum(weights, 1)
         acc = acc * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         most = higher
-    at = ((row * tl.num_programs(1) + kv_head) * num_splits + slot).to(tl.int64) * GROUP + heads
-    tl.store(partial + at[:, None] * DIM + columns[None, :], acc, mask=real[:, None])
-    tl.store(stats + at * 2, most, mask=real)
-    tl.store(stats + at * 2 + 1, total, mask=real)
+    return most, total, acc
 
 
 @triton.jit
-def _decode_combine(
+def _join(most, total, theirs, share):
+    """(largest score, sum of weights, factor of ours, factor of theirs) of two splits together."""
+    higher = tl.maximum(most, theirs)
+    shift = tl.where(higher == -float("inf"), 0.0, higher)
+    fade = tl.exp2(most - shift)
+    grow = tl.exp2(theirs - shift)
+    return higher, total * fade + share * grow, fade, grow
+
+
+@triton.jit
+def _find_row(query_start, first_row, num_rows, number, QUERIES: tl.constexpr):
+    """The row that tile ``number`` belongs to: rows own ceil(length / QUERIES) tiles, and up to one is left unused."""
+    base = tl.load(query_start + first_row)
+    low = first_row
+    high = num_rows
+    while high - low > 1:
+        middle = (low + high) // 2
+        begins = (tl.load(query_start + middle) - base) // QUERIES + (middle - first_row)
+        low = tl.where(begins <= number, middle, low)
+        high = tl.where(begins <= number, high, middle)
+    begins = (tl.load(query_start + low) - base) // QUERIES + (low - first_row)
+    return low, number - begins
+
+
+@triton.jit
+def _attend(
+    query, key, value, key_scale, value_scale, sinks, out, partial, stats, tables, first_page, kv_len, query_start,
+    first_row, num_rows, num_splits, max_pages, scale, window,
+    q_row, q_head, o_row, o_head, k_page, k_token, k_head, v_page, v_token, v_head,
+    ks_page, ks_token, ks_head, vs_page, vs_token, vs_head,
+    SPREAD: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SCALE: tl.constexpr,
+    PAGE: tl.constexpr, SPLIT: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    QUERIES: tl.constexpr = PAIRS // GROUP_PAD
+    kv_head = tl.program_id(1)
+    pair = tl.arange(0, PAIRS)
+    head = pair % GROUP_PAD
+    columns = tl.arange(0, DIM)
+    if SPREAD:
+        row = tl.program_id(0)
+        tile = 0
+        start_query = row
+        num_queries = 1
+    else:
+        row, tile = _find_row(query_start, first_row, num_rows, tl.program_id(0), QUERIES)
+        start_query = tl.load(query_start + row)
+        num_queries = tl.load(query_start + row + 1) - start_query
+    length = tl.load(kv_len + row)
+    if (tile * QUERIES >= num_queries) | (length == 0):
+        return
+    local = tile * QUERIES + pair // GROUP_PAD
+    pair_ok = (local < num_queries) & (head < GROUP)
+    position = length - num_queries + local
+    token = (start_query + local).to(tl.int64)
+    heads = kv_head * GROUP + head
+    q = tl.load(
+        query + token[:, None] * q_row + heads[:, None] * q_head + columns[None, :],
+        mask=pair_ok[:, None],
+        other=0.0,
+    )
+    first = 0
+    if HAS_WINDOW:
+        first = tl.maximum(length - num_queries + tile * QUERIES - window + 1, 0)
+    high = tl.minimum(length - num_queries + (tile + 1) * QUERIES, length)
+    logical0 = tl.load(first_page + row)
+    table = tables + row.to(tl.int64) * max_pages
+    key += kv_head * k_head
+    value += kv_head * v_head
+    key_scale += kv_head * ks_head
+    value_scale += kv_head * vs_head
+    if SPREAD:
+        slot = tl.program_id(2)
+        split = first // SPLIT + slot
+        if split * SPLIT >= high:
+            return
+        low = tl.maximum(split * SPLIT, first // BLOCK * BLOCK)
+        most, total, acc = _split(
+            q, position, pair_ok, key, value, key_scale, value_scale, table, logical0, first, low,
+            tl.minimum((split + 1) * SPLIT, high), scale, window, query,
+            k_page, k_token, v_page, v_token, ks_page, ks_token, vs_page, vs_token,
+            HAS_WINDOW, HAS_SCALE, PAGE, PAIRS, BLOCK, DIM,
+        )  # fmt: skip
+        at = ((row * tl.num_programs(1) + kv_head) * num_splits + slot).to(tl.int64) * GROUP + head
+        tl.store(partial + at[:, None] * DIM + columns[None, :], acc, mask=pair_ok[:, None])
+        tl.store(stats + at * 2, most, mask=pair_ok)
+        tl.store(stats + at * 2 + 1, total, mask=pair_ok)
+    else:
+        most = tl.full([PAIRS], -float("inf"), tl.float32)
+        total = tl.zeros([PAIRS], tl.float32)
+        if HAS_SINKS:
+            most = tl.load(sinks + heads, mask=head < GROUP, other=0.0).to(tl.float32) * LOG2E
+            total += 1.0
+        acc = tl.zeros([PAIRS, DIM], tl.float32)
+        for split in range(first // SPLIT, tl.cdiv(high, SPLIT)):
+            low = tl.maximum(split * SPLIT, first // BLOCK * BLOCK)
+            theirs, share, add = _split(
+                q, position, pair_ok, key, value, key_scale, value_scale, table, logical0, first, low,
+                tl.minimum((split + 1) * SPLIT, high), scale, window, query,
+                k_page, k_token, v_page, v_token, ks_page, ks_token, vs_page, vs_token,
+                HAS_WINDOW, HAS_SCALE, PAGE, PAIRS, BLOCK, DIM,
+            )  # fmt: skip
+            most, total, fade, grow = _join(most, total, theirs, share)
+            acc = acc * fade[:, None] + add * grow[:, None]
+        result = acc / total[:, None]
+        tl.store(
+            out + token[:, None] * o_row + heads[:, None] * o_head + columns[None, :],
+            result.to(out.dtype.element_ty),
+            mask=pair_ok[:, None],
+        )
+
+
+@triton.jit
+def _add_splits(
     partial, stats, sinks, out, kv_len, num_splits, window, o_row, o_head,
     HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     head = tl.program_id(1)
-    kv_head = head // GROUP
     columns = tl.arange(0, DIM)
     length = tl.load(kv_len + row)
     if length == 0:
@@ -133,120 +214,42 @@ def _decode_combine(
     if HAS_WINDOW:
         first = tl.maximum(length - window, 0)
     used = tl.cdiv(length, SPLIT) - first // SPLIT
-    most = -float("inf")
-    total = 0.0
+    most = tl.full([1], -float("inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
     if HAS_SINKS:
-        most = tl.load(sinks + head).to(tl.float32) * LOG2E
-        total = 1.0
+        most = tl.zeros([1], tl.float32) + tl.load(sinks + head).to(tl.float32) * LOG2E
+        total += 1.0
     acc = tl.zeros([DIM], tl.float32)
-    base = (row * (tl.num_programs(1) // GROUP) + kv_head).to(tl.int64) * num_splits
+    base = (row * (tl.num_programs(1) // GROUP) + head // GROUP).to(tl.int64) * num_splits
     for slot in range(0, used):
         at = (base + slot) * GROUP + head % GROUP
         theirs = tl.load(stats + at * 2)
         share = tl.load(stats + at * 2 + 1)
-        higher = tl.maximum(most, theirs)
-        fade = tl.exp2(most - higher)
-        grow = tl.exp2(theirs - higher)
+        most, total, fade, grow = _join(most, total, theirs, share)
         acc = acc * fade + tl.load(partial + at * DIM + columns) * grow
-        total = total * fade + share * grow
-        most = higher
     result = acc / total
     tl.store(out + row.to(tl.int64) * o_row + head * o_head + columns, result.to(out.dtype.element_ty))
-
-
-@triton.jit
-def _prefill_tile(
-    query, key, value, key_scale, value_scale, sinks, out, tables, first_page, kv_len, query_start,
-    tile_row, tile_first, max_pages, scale, window,
-    q_row, q_head, o_row, o_head, k_page, k_token, k_head, v_page, v_token, v_head,
-    ks_page, ks_token, ks_head, vs_page, vs_token, vs_head,
-    HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SCALE: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
-):  # fmt: skip
-    head = tl.program_id(1)
-    kv_head = head // GROUP
-    row = tl.load(tile_row + tl.program_id(0))
-    if row < 0:
-        return
-    tile = tl.load(tile_first + tl.program_id(0))
-    start_query = tl.load(query_start + row)
-    num_queries = tl.load(query_start + row + 1) - start_query
-    length = tl.load(kv_len + row)
-    local = tile + tl.arange(0, TILE)
-    real = local < num_queries
-    position = length - num_queries + local
-    columns = tl.arange(0, DIM)
-    q = tl.load(
-        query + (start_query + local).to(tl.int64)[:, None] * q_row + head * q_head + columns[None, :],
-        mask=real[:, None],
-        other=0.0,
-    )
-    first = 0
-    if HAS_WINDOW:
-        first = tl.maximum(length - num_queries + tile - window + 1, 0)
-    high = tl.minimum(length - num_queries + tile + TILE, length)
-    logical0 = tl.load(first_page + row)
-    most = tl.full([TILE], -float("inf"), tl.float32)
-    total = tl.zeros([TILE], tl.float32)
-    if HAS_SINKS:
-        most = tl.zeros([TILE], tl.float32) + tl.load(sinks + head).to(tl.float32) * LOG2E
-        total += 1.0
-    acc = tl.zeros([TILE, DIM], tl.float32)
-    for start in range((first // BLOCK) * BLOCK, high, BLOCK):
-        token = start + tl.arange(0, BLOCK)
-        stored = (token >= first) & (token < high)
-        page = tl.load(tables + row.to(tl.int64) * max_pages + token // PAGE - logical0, mask=stored, other=0)
-        offset = token % PAGE
-        k = _load_rows(
-            key + kv_head * k_head,
-            key_scale + kv_head * ks_head,
-            page,
-            offset,
-            stored,
-            columns,
-            k_page,
-            k_token,
-            ks_page,
-            ks_token,
-            HAS_SCALE,
-        )
-        v = _load_rows(
-            value + kv_head * v_head,
-            value_scale + kv_head * vs_head,
-            page,
-            offset,
-            stored,
-            columns,
-            v_page,
-            v_token,
-            vs_page,
-            vs_token,
-            HAS_SCALE,
-        )
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * (scale * LOG2E)
-        seen = stored[None, :] & (token[None, :] <= position[:, None])
-        if HAS_WINDOW:
-            seen &= token[None, :] > position[:, None] - window
-        scores = tl.where(seen, scores, -float("inf"))
-        higher = tl.maximum(most, tl.max(scores, 1))
-        shift = tl.where(higher == -float("inf"), 0.0, higher)
-        weights = tl.exp2(scores - shift[:, None])
-        fade = tl.exp2(most - shift)
-        total = total * fade + tl.sum(weights, 1)
-        acc = acc * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        most = higher
-    result = acc / total[:, None]
-    tl.store(
-        out + (start_query + local).to(tl.int64)[:, None] * o_row + head * o_head + columns[None, :],
-        result.to(out.dtype.element_ty),
-        mask=real[:, None],
-    )
 
 
 def num_decode_splits(max_kv_len: int, window: int | None, split_tokens: int = SPLIT_TOKENS) -> int:
     """Most splits that a row of at most ``max_kv_len`` visible tokens touches."""
     reach = max_kv_len if window is None else min(max_kv_len, window)
     return max(1, -(-reach // split_tokens) + (window is not None and max_kv_len > window))
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    pairs: int
+    block: int
+    num_warps: int
+    num_stages: int
+
+
+def _tile(dtype: torch.dtype, dim: int, group_pad: int) -> _Tile:
+    """One shape for all batches: 64 pairs are the least that the widest matrix instruction takes."""
+    if dtype is torch.float32:
+        return _Tile(max(16, group_pad), 32, 4, 2)
+    return _Tile(max(64, group_pad), 64, 4, 3 if dim <= 128 else 2)
 
 
 def _strides(pages: torch.Tensor) -> tuple[int, int, int]:
@@ -259,106 +262,62 @@ def _scale_strides(scales: torch.Tensor | None) -> tuple[int, int, int]:
     return (0, 0, 0) if scales is None else (scales.stride(0), scales.stride(1), scales.stride(2))
 
 
-def paged_decode(
+def paged_attention(
     query: torch.Tensor,
     key_pages: torch.Tensor,
     value_pages: torch.Tensor,
-    tables: torch.Tensor,
-    first_page: torch.Tensor,
-    kv_len: torch.Tensor,
-    max_kv_len: int,
+    rows: PagedRows,
     scale: float,
-    window: int | None,
     sinks: torch.Tensor | None,
     out: torch.Tensor,
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
     split_tokens: int = SPLIT_TOKENS,
 ) -> None:
-    """Attention of one query per row over the row's pages.
+    """Causal attention of all rows of a step over their pages, the step's own keys included; nothing is read back.
 
     Args:
-        query: [rows, heads, dim], dim a power of two; a row with ``kv_len`` 0 is padding and stays unwritten.
-        key_pages, value_pages: [pages, page_tokens, kv_heads, dim] strided views of one layer.
-        tables: [rows, max_pages] int64 physical pages; column j is logical page ``first_page[row] + j``.
-        kv_len: [rows] int32 tokens up to and with the row's query; ``max_kv_len`` bounds them.
+        query: [tokens, heads, dim], dim a power of two of at least 16, contiguous in the last dim.
+        key_pages, value_pages: [pages, page_tokens, kv_heads, dim] strided views of one layer. Entries past a row's
+            end may hold anything, NaN included.
         sinks: [heads] logits that join the softmax denominator only, or None.
-        out: [rows, heads, dim], filled.
+        out: [tokens, heads, dim], filled.
         key_scale, value_scale: [pages, page_tokens, kv_heads] float32 views for FP8 pages, or None.
     """
-    rows, heads, dim = query.shape
+    _, heads, dim = query.shape
     page_tokens, kv_heads = key_pages.shape[1], key_pages.shape[2]
     group = heads // kv_heads
-    splits = num_decode_splits(max_kv_len, window, split_tokens)
-    partial = torch.empty(rows * heads * splits, dim, dtype=torch.float32, device=query.device)
-    stats = torch.empty(rows * heads * splits, 2, dtype=torch.float32, device=query.device)
-    has_scale = key_scale is not None
-    _decode_split[(rows, kv_heads, splits)](
-        query, key_pages, value_pages, key_scale if has_scale else stats, value_scale if has_scale else stats,
-        tables, first_page, kv_len, partial, stats,
-        splits, tables.stride(0), scale, window or 0,
-        query.stride(0), query.stride(1), *_strides(key_pages), *_strides(value_pages),
-        *_scale_strides(key_scale), *_scale_strides(value_scale),
-        HAS_WINDOW=window is not None, HAS_SCALE=has_scale, PAGE=page_tokens, SPLIT=split_tokens,
-        BLOCK=min(64, split_tokens), GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)), DIM=dim,
-        num_warps=4, num_stages=3,
-    )  # fmt: skip
-    _decode_combine[(rows, heads)](
-        partial, stats, sinks if sinks is not None else stats, out, kv_len, splits, window or 0,
-        out.stride(0), out.stride(1),
-        HAS_WINDOW=window is not None, HAS_SINKS=sinks is not None, SPLIT=split_tokens, GROUP=group, DIM=dim,
-        num_warps=2,
-    )  # fmt: skip
-
-
-def prefill_tiles(query_len: list[int], first_row: int, tile: int) -> tuple[list[int], list[int]]:
-    """The query tiles of rows ``first_row``..: (row of each tile, its first query inside the row)."""
-    rows, firsts = [], []
-    for row, length in enumerate(query_len):
-        if row < first_row:
-            continue
-        for first in range(0, length, tile):
-            rows.append(row)
-            firsts.append(first)
-    return rows, firsts
-
-
-def paged_prefill(
-    query: torch.Tensor,
-    key_pages: torch.Tensor,
-    value_pages: torch.Tensor,
-    tables: torch.Tensor,
-    first_page: torch.Tensor,
-    kv_len: torch.Tensor,
-    query_start: torch.Tensor,
-    tile_row: torch.Tensor,
-    tile_first: torch.Tensor,
-    scale: float,
-    window: int | None,
-    sinks: torch.Tensor | None,
-    out: torch.Tensor,
-    key_scale: torch.Tensor | None = None,
-    value_scale: torch.Tensor | None = None,
-    tile: int = 64,
-) -> None:
-    """Causal attention of rows' chunks, tile by tile of queries; the chunk's own rows are in the pages already.
-
-    Args:
-        query: [tokens, heads, dim] of all rows of the step.
-        query_start: [rows + 1] int32 first token of each row.
-        tile_row, tile_first: [tiles] int32 as :func:`prefill_tiles` lists them; row -1 is padding.
-        Others as in :func:`paged_decode`.
-    """
-    heads, dim = query.shape[1:]
-    page_tokens, kv_heads = key_pages.shape[1], key_pages.shape[2]
-    has_scale = key_scale is not None
-    _prefill_tile[(tile_row.shape[0], heads)](
+    group_pad = triton.next_power_of_2(group)
+    tile = _tile(query.dtype, dim, group_pad)
+    window, has_scale = rows.window, key_scale is not None
+    decode = rows.num_decode_rows
+    chunk_rows = rows.kv_len.shape[0] - decode
+    splits = num_decode_splits(rows.max_kv_len, window, split_tokens)
+    partial = torch.empty(decode * heads * splits, dim, dtype=torch.float32, device=query.device)
+    stats = torch.empty(decode * heads * splits, 2, dtype=torch.float32, device=query.device)
+    tensors = (
         query, key_pages, value_pages, key_scale if has_scale else query, value_scale if has_scale else query,
-        sinks if sinks is not None else query, out, tables, first_page, kv_len, query_start, tile_row, tile_first,
-        tables.stride(0), scale, window or 0,
+        query if sinks is None else sinks, out, partial, stats, rows.tables, rows.first_page, rows.kv_len,
+        rows.query_start,
+    )  # fmt: skip
+    numbers = (
+        decode, decode + chunk_rows, splits, rows.tables.stride(0), scale, window or 0,
         query.stride(0), query.stride(1), out.stride(0), out.stride(1), *_strides(key_pages), *_strides(value_pages),
         *_scale_strides(key_scale), *_scale_strides(value_scale),
-        HAS_WINDOW=window is not None, HAS_SINKS=sinks is not None, HAS_SCALE=has_scale, PAGE=page_tokens, TILE=tile,
-        BLOCK=64, GROUP=heads // kv_heads, DIM=dim,
-        num_warps=4 if dim <= 128 else 8, num_stages=2,
     )  # fmt: skip
+    constants = {
+        "HAS_WINDOW": window is not None, "HAS_SINKS": sinks is not None, "HAS_SCALE": has_scale, "PAGE": page_tokens,
+        "SPLIT": split_tokens, "PAIRS": tile.pairs, "BLOCK": min(tile.block, split_tokens), "GROUP": group,
+        "GROUP_PAD": group_pad, "DIM": dim, "num_warps": tile.num_warps, "num_stages": tile.num_stages,
+        "enable_fp_fusion": False,
+    }  # fmt: skip
+    if decode:
+        _attend[(decode, kv_heads, splits)](*tensors, *numbers, SPREAD=True, **constants)
+        _add_splits[(decode, heads)](
+            partial, stats, query if sinks is None else sinks, out, rows.kv_len, splits, window or 0,
+            out.stride(0), out.stride(1), HAS_WINDOW=window is not None, HAS_SINKS=sinks is not None,
+            SPLIT=split_tokens, GROUP=group, DIM=dim, num_warps=2, enable_fp_fusion=False,
+        )  # fmt: skip
+    if chunk_rows:
+        tiles = (query.shape[0] - decode) // (tile.pairs // group_pad) + chunk_rows
+        _attend[(tiles, kv_heads)](*tensors, *numbers, SPREAD=False, **constants)

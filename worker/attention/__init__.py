@@ -6,6 +6,8 @@ BACKENDS = Registry(
     "attention backend",
     "attention_backend",
     {
+        "flash": "worker.attention.flash:FlashAttention",
+        "triton": "worker.attention.triton_backend:TritonAttention",
         "torch": "worker.attention.torch_backend:TorchAttention",
         "rowwise": "worker.attention.rowwise:RowwiseAttention",
     },

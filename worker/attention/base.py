@@ -54,32 +54,44 @@ class PagedGeometry:
     num_decode_rows: int
 
 
+@dataclass(frozen=True, slots=True)
+class KvPages:
+    """One layer's pages: ``key``, ``value`` [pages, page_tokens, kv_heads, head_dim] strided views; ``key_scale``,
+    ``value_scale`` [pages, page_tokens, kv_heads] float32 where they are FP8, else None."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+    key_scale: torch.Tensor | None = None
+    value_scale: torch.Tensor | None = None
+
+
 class AttentionPlan(Protocol):
     """What ``plan`` prepared for one geometry; opaque to everybody but its backend."""
 
 
 class AttentionBackend(Protocol):
-    """One way to compute paged attention."""
+    """One way to compute paged attention. ``capturable``: whether ``plan`` and ``run`` may be part of a CUDA graph."""
 
     name: str
+    capturable: bool
 
     def unusable_reason(self, shape: AttentionShape, device: torch.device) -> str | None:
         """None where this backend can serve ``shape`` on ``device``, else a sentence."""
         ...
 
     def plan(self, geometry: PagedGeometry, shape: AttentionShape) -> AttentionPlan:
-        """Host work for one group of pages and one step."""
+        """Prepares one group of pages for one step. Backends that serve in CUDA graphs only launch work on the device
+        here, so that a graph in which ``plan`` was called reads the geometry's tensors anew at every replay."""
         ...
 
     def run(
         self,
         plan: AttentionPlan,
         query: torch.Tensor,
-        key_pages: torch.Tensor,
-        value_pages: torch.Tensor,
+        pages: KvPages,
         sinks: torch.Tensor | None,
         out: torch.Tensor,
     ) -> torch.Tensor:
-        """Attention of [tokens, heads, head_dim] queries over [pages, page_tokens, kv_heads, head_dim] strided views
-        of one layer, whose newest rows are written already; fills and returns ``out`` [tokens, heads, head_dim]."""
+        """Attention of [tokens, heads, head_dim] queries over one layer's pages, whose newest rows are written already;
+        fills and returns ``out`` [tokens, heads, head_dim]."""
         ...

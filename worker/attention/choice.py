@@ -1,7 +1,8 @@
-"""Chooses the attention backend of a worker: what was asked for, or what suits device and mode."""
+"""Chooses the attention backend of a worker: what was asked for, or what suits device, model and mode."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -11,20 +12,42 @@ from worker.attention.base import AttentionBackend, AttentionShape
 from worker.config import WorkerConfig
 from worker.errors import ConfigError
 
+log = logging.getLogger(__name__)
+
+
+def _preferred(device: torch.device, deterministic: bool) -> tuple[str, ...]:
+    """Names in order of preference; with ``deterministic`` those that compute every query alike in any company."""
+    if device.type == "cuda":
+        return ("triton",) if deterministic else ("flash", "triton", "torch")
+    return ("rowwise",) if deterministic else ("torch",)
+
+
+def unusable_reasons(
+    backend: AttentionBackend, shapes: Sequence[AttentionShape], device: torch.device
+) -> list[str]:
+    """Why ``backend`` cannot serve some of the ``shapes``, each reason once; empty where it serves all."""
+    reasons = [reason for shape in shapes if (reason := backend.unusable_reason(shape, device)) is not None]
+    return list(dict.fromkeys(reasons))
+
 
 def choose_backend(
     config: WorkerConfig, shapes: Sequence[AttentionShape], device: torch.device
 ) -> AttentionBackend:
     """The backend, checked against every shape; ConfigError with a sentence where it cannot serve one."""
-    if config.deterministic and device.type != "cpu":
-        raise ConfigError([f"deterministic=true is kept on device=cpu alone so far, not on {device}"])
-    name = config.attention_backend
-    if name == "auto":
-        name = "rowwise" if config.deterministic else "torch"
-    backend: AttentionBackend = BACKENDS.load(name)()
-    reasons = [r for shape in shapes if (r := backend.unusable_reason(shape, device)) is not None]
-    if reasons:
-        raise ConfigError([f"attention_backend={name!r}: {reason}" for reason in dict.fromkeys(reasons)])
-    if config.deterministic and name != "rowwise":
-        raise ConfigError([f"deterministic=true on a CPU needs attention_backend='rowwise', not {name!r}"])
-    return backend
+    preferred = _preferred(device, config.deterministic)
+    asked = config.attention_backend
+    if asked != "auto":
+        BACKENDS.load(asked)  # a name that nobody knows is told first
+        if config.deterministic and asked not in preferred:
+            raise ConfigError(
+                [f"deterministic=true on {device} needs attention_backend={preferred[0]!r}, not {asked!r}"]
+            )
+    refused: list[str] = []
+    for name in preferred if asked == "auto" else (asked,):
+        backend: AttentionBackend = BACKENDS.load(name)()
+        reasons = unusable_reasons(backend, shapes, device)
+        if not reasons:
+            log.info("attention_backend=%s%s", name, "".join(f"; {sentence}" for sentence in refused))
+            return backend
+        refused.extend(f"{name} is not usable: {reason}" for reason in reasons)
+    raise ConfigError([f"attention_backend={asked!r}: {sentence}" for sentence in refused])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.attention import DecodePages, paged_decode, row_by_row_problem
-from worker.attention.base import AttentionPlan, AttentionShape, PagedGeometry
+from worker.attention.base import AttentionPlan, AttentionShape, KvPages, PagedGeometry
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,7 @@ class RowwiseAttention:
     """For ``deterministic=true``: slower than products over a chunk's queries, and the same for all batches."""
 
     name = "rowwise"
+    capturable = False
 
     def unusable_reason(self, shape: AttentionShape, device: torch.device) -> str | None:
         """Only the compiled float32 kernels compute each query alone."""
@@ -47,12 +48,11 @@ class RowwiseAttention:
         self,
         plan: AttentionPlan,
         query: torch.Tensor,
-        key_pages: torch.Tensor,
-        value_pages: torch.Tensor,
+        pages: KvPages,
         sinks: torch.Tensor | None,
         out: torch.Tensor,
     ) -> torch.Tensor:
         """See :class:`worker.attention.base.AttentionBackend`."""
         assert isinstance(plan, RowwisePlan)
-        paged_decode(query, key_pages, value_pages, plan.pages, plan.shape.scale, sinks, out)
+        paged_decode(query, pages.key, pages.value, plan.pages, plan.shape.scale, sinks, out)
         return out

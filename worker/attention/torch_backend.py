@@ -1,4 +1,4 @@
-"""Paged attention on the host, for the CPU: decode rows together, longer chunks row by row."""
+"""Paged attention in plain torch, for the CPU and as the others' measure: decode rows together, chunks row by row."""
 
 from __future__ import annotations
 
@@ -6,8 +6,15 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.attention import DecodePages, paged_decode, paged_prefill_row
-from worker.attention.base import AttentionPlan, AttentionShape, PagedGeometry
+from kernels.attention import (
+    DecodePages,
+    PagedRows,
+    paged_decode,
+    paged_prefill_row,
+    plain_paged_attention,
+)
+from worker.attention.base import AttentionPlan, AttentionShape, KvPages, PagedGeometry
+from worker.attention.rows import paged_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +28,10 @@ class _ChunkRow:
 
 @dataclass(frozen=True, slots=True)
 class TorchPlan:
-    """Decode rows as pages to read, and each longer row by itself."""
+    """Decode rows as pages to read, and each longer row by itself; ``rows`` for FP8 pages, row by row."""
 
     shape: AttentionShape
+    rows: PagedRows
     num_decode_rows: int
     decode: DecodePages | None
     chunks: tuple[_ChunkRow, ...]
@@ -33,6 +41,7 @@ class TorchAttention:
     """Works on any device that torch does; reads lengths on the host, so it cannot be captured in a graph."""
 
     name = "torch"
+    capturable = False
 
     def unusable_reason(self, shape: AttentionShape, device: torch.device) -> str | None:
         """None: every shape and device will do."""
@@ -58,20 +67,33 @@ class TorchAttention:
             _ChunkRow(start[i], start[i + 1], geometry.tables[decode_rows + i], first_page[i], kv_len[i])
             for i in range(len(kv_len))
         )
-        return TorchPlan(shape, decode_rows, decode, chunks)
+        return TorchPlan(shape, paged_rows(geometry, shape), decode_rows, decode, chunks)
 
     def run(
         self,
         plan: AttentionPlan,
         query: torch.Tensor,
-        key_pages: torch.Tensor,
-        value_pages: torch.Tensor,
+        pages: KvPages,
         sinks: torch.Tensor | None,
         out: torch.Tensor,
     ) -> torch.Tensor:
         """See :class:`worker.attention.base.AttentionBackend`."""
         assert isinstance(plan, TorchPlan)
         scale, window = plan.shape.scale, plan.shape.window
+        key_pages, value_pages = pages.key, pages.value
+        if pages.key_scale is not None:
+            plain_paged_attention(
+                query,
+                key_pages,
+                value_pages,
+                plan.rows,
+                scale,
+                sinks,
+                out,
+                pages.key_scale,
+                pages.value_scale,
+            )
+            return out
         rows = plan.num_decode_rows
         if plan.decode is not None:
             paged_decode(query[:rows], key_pages, value_pages, plan.decode, scale, sinks, out[:rows])

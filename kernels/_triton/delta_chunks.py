@@ -1,0 +1,54 @@
+"""The gated delta rule over long rows by fla-core's chunked kernels, where that library is there and serves."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+
+@cache
+def problem() -> str | None:
+    """Why fla-core cannot be used in this process; None where it can."""
+    try:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # noqa: F401
+    except (
+        Exception
+    ) as error:  # its import compiles and probes: anything may go wrong, and none of it is fatal here
+        return f"fla-core cannot be imported ({type(error).__name__}: {error})"
+    return None
+
+
+def delta_rule_chunks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor,
+    state_pages: torch.Tensor,
+    page: torch.Tensor,
+    query_start: torch.Tensor,
+    host_start: torch.Tensor,
+) -> torch.Tensor:
+    """See :func:`kernels.recurrent.delta_rule_chunks`; products in bfloat16, states and sums in float32.
+
+    Args:
+        query_start, host_start: [rows + 1] int64, on the device and on the host.
+    """
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    state = state_pages.index_select(0, page)
+    out, last = chunk_gated_delta_rule(
+        query.unsqueeze(0).to(torch.bfloat16),
+        key.unsqueeze(0).to(torch.bfloat16),
+        value.unsqueeze(0).to(torch.bfloat16),
+        log_decay.unsqueeze(0),
+        beta.unsqueeze(0),
+        scale=1.0,
+        initial_state=state,
+        output_final_state=True,
+        cu_seqlens=query_start,
+        cu_seqlens_cpu=host_start,
+    )
+    state_pages.index_copy_(0, page, last.to(state_pages.dtype))
+    return out.squeeze(0).float()

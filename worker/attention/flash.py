@@ -1,0 +1,93 @@
+"""Paged attention by FlashAttention 2 or 3, in one call for rows of one token and longer ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from worker.attention.base import AttentionPlan, AttentionShape, KvPages, PagedGeometry
+from worker.attention.flash_library import FlashLibrary, find_library
+
+_DTYPES = ("bfloat16", "float16")
+_PAGE_TOKENS_2 = 16
+"""Version 2 reads pages in pieces of so many entries."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlashPlan:
+    """A step's rows as the library wants them: pages counted from each row's first one, int32."""
+
+    shape: AttentionShape
+    geometry: PagedGeometry
+    tables: torch.Tensor
+    kv_len: torch.Tensor
+
+
+class FlashAttention:
+    """The library's operator; in CUDA graphs too, where ``plan`` is part of the graph."""
+
+    name = "flash"
+    capturable = True
+
+    def unusable_reason(self, shape: AttentionShape, device: torch.device) -> str | None:
+        """What the library, its version or its GPU cannot do."""
+        found = find_library(device)
+        if isinstance(found, str):
+            return found
+        if shape.kv_dtype == "float8_e4m3fn":
+            return "keys and values in FP8 have a scale per token and head, and FlashAttention takes one per row"
+        if shape.kv_dtype not in _DTYPES:
+            return f"FlashAttention computes in {' or '.join(_DTYPES)}, not in {shape.kv_dtype}"
+        if shape.head_dim > 256 or shape.head_dim % 8:
+            return f"head_dim={shape.head_dim} is not a multiple of 8 up to 256"
+        if shape.has_sinks and not found.takes("s_aux"):
+            return f"FlashAttention {found.version} in {found.path.name} knows no attention sinks"
+        return None
+
+    def plan(self, geometry: PagedGeometry, shape: AttentionShape) -> AttentionPlan:
+        """Launches what turns tables to int32 and counts a window's rows from their first page."""
+        tables = geometry.tables.clamp(min=0).to(torch.int32)  # -1 lies behind a row's end, but nothing proves it
+        kv_len = geometry.kv_len - geometry.first_page * geometry.page_tokens
+        return FlashPlan(shape, geometry, tables, kv_len.clamp_(min=0))
+
+    def run(
+        self,
+        plan: AttentionPlan,
+        query: torch.Tensor,
+        pages: KvPages,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        """See :class:`worker.attention.base.AttentionBackend`."""
+        assert isinstance(plan, FlashPlan)
+        library = find_library(query.device)
+        assert isinstance(library, FlashLibrary)
+        shape, geometry = plan.shape, plan.geometry
+        dtype = pages.key.dtype
+        same = query.dtype == dtype
+        result = out if same else torch.empty(out.shape, dtype=dtype, device=out.device)
+        reach = -1 if shape.window is None else shape.window - 1
+        library.call(
+            {
+                "q": query if same else query.to(dtype),
+                "k": pages.key,
+                "v": pages.value,
+                "out": result,
+                "out_": result,
+                "cu_seqlens_q": geometry.query_start,
+                "seqused_k": plan.kv_len,
+                "page_table": plan.tables,
+                "block_table": plan.tables,
+                "block_table_": plan.tables,
+                "max_seqlen_q": geometry.max_query_len,
+                "max_seqlen_k": geometry.max_kv_len,
+                "softmax_scale": shape.scale,
+                "is_causal": True,
+                "causal": True,
+                "window_size_left": reach,
+                "window_size_right": 0 if reach >= 0 else -1,
+                "s_aux": None if sinks is None else sinks.to(torch.bfloat16),
+            }
+        )
+        return out if same else out.copy_(result)

@@ -152,7 +152,7 @@ def test_the_triton_kernel_and_the_reference_agree_with_the_meaning(
     assert torch.equal(on_device(slice(1), torch.float32, tee), one), "storing changed the result"
     assert torch.equal(kept[[1, 3]], there[[1, 3]]), "a block was not stored whole"
     assert torch.equal(on_device(slice(2, 3), torch.float32).cpu(), torch.zeros(1, hidden))
-    if DEVICE == "cuda":
+    if DEVICE == "cuda" and name != "unquantized":
         for rows in (slice(None), slice(1)):  # through the unpacking in assembly
             assert error(on_device(rows, torch.bfloat16), rows) < 2e-2
 

@@ -141,7 +141,7 @@ class GrammarMatchers:
                 source = make.grammar_from_lark(text)
             else:
                 raise InvalidRequest(FIELD, f"Grammars of kind {kind!r} are not known.")
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise InvalidRequest(FIELD, f"The {kind.replace('_', ' ')} is not valid: {error}") from error
         return str(source)
 

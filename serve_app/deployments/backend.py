@@ -90,7 +90,9 @@ class RouterBackend:
         return [
             ReplicaState(name, report.replica_id, now_s - at_s, report.snapshot)
             for name, service in self._services.items()
-            for at_s, report in service.dispatcher.timed_reports()
+            for at_s, report in sorted(
+                service.dispatcher.timed_reports(), key=lambda entry: entry[1].replica_id
+            )
         ]
 
     async def ask(self, question: str, *given: Any, replica: str, timeout_s: float) -> list[ReplicaAnswer]:

@@ -5,7 +5,7 @@
 
 Every endpoint answers the same questions greedily; the share of right final numbers is stated with its 95 % interval,
 and every further endpoint's paired difference to the first with the same. A request that fails counts as wrong and is
-listed. Data: one JSON object per line with ``question`` and ``answer`` ("... #### 18"), plain or .xz.
+listed. Exit code 1: a request failed, or an endpoint differs from the first. Data: one JSON object per line with ``question`` and ``answer`` ("... #### 18"), plain or .xz.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class Outcome:
 
     is_right: bool
     num_tokens: int = 0
+    text: str = ""
     error: str = ""
 
 
@@ -134,9 +135,9 @@ async def _complete(client: Any, model: str, question: Question, asking: Asking)
 
 
 def _outcome(question: Question, completion: Any) -> Outcome:
-    number = final_number(completion.choices[0].message.content or "")
+    text = completion.choices[0].message.content or ""
     tokens = completion.usage.completion_tokens if completion.usage else 0
-    return Outcome(number == question.number, tokens)
+    return Outcome(final_number(text) == question.number, tokens, text)
 
 
 def figures(endpoint: Endpoint, outcomes: Sequence[Outcome], seconds: float) -> dict[str, Any]:
@@ -156,23 +157,28 @@ def figures(endpoint: Endpoint, outcomes: Sequence[Outcome], seconds: float) -> 
     }
 
 
-def comparison(first: tuple[Endpoint, list[Outcome]], other: tuple[Endpoint, list[Outcome]]) -> str:
-    """The paired difference of two endpoints as a sentence."""
+def comparison(
+    first: tuple[Endpoint, list[Outcome]], other: tuple[Endpoint, list[Outcome]]
+) -> tuple[bool, str]:
+    """Whether two endpoints differ by more than chance, and their paired difference as a sentence."""
     (base, before), (changed, after) = first, other
     rights = [[outcome.is_right for outcome in outcomes] for outcomes in (before, after)]
     mean, low, high = paired_difference(rights[0], rights[1])
     differing = sum(a != b for a, b in zip(*rights, strict=True))
-    verdict = "no difference is shown" if low <= 0.0 <= high else "they differ"
-    return (
+    reworded = sum(a.text != b.text for a, b in zip(before, after, strict=True))
+    differs = not low <= 0.0 <= high
+    verdict = "they differ" if differs else "no difference is shown"
+    return differs, (
         f"{changed.name} - {base.name}: {100 * mean:+.2f} points (95 %: {100 * low:+.2f} to {100 * high:+.2f}), "
-        f"{differing} of {len(before)} questions judged differently: {verdict}."
+        f"{differing} of {len(before)} questions judged differently, {reworded} answered in other words: {verdict}."
     )
 
 
 def run(
     endpoints: Sequence[Endpoint], questions: Sequence[Question], asking: Asking, conditions: Conditions
-) -> Report:
-    """Asks every endpoint in turn and reports."""
+) -> tuple[Report, bool]:
+    """Asks every endpoint in turn; answers the report, and whether all requests were answered and no endpoint differs
+    from the first."""
     rows, notes, all_outcomes = [], [], []
     for endpoint in endpoints:
         started = time.monotonic()
@@ -182,8 +188,10 @@ def run(
         notes += [
             f"{endpoint.name} failed: {error}" for error in sorted({o.error for o in outcomes if o.error})[:5]
         ]
-    notes += [comparison(all_outcomes[0], other) for other in all_outcomes[1:]]
-    return Report("accuracy on GSM8K", conditions, tuple(rows), tuple(notes))
+    compared = [comparison(all_outcomes[0], other) for other in all_outcomes[1:]]
+    notes += [sentence for _, sentence in compared]
+    sound = not any(row["failed"] for row in rows) and not any(differs for differs, _ in compared)
+    return Report("accuracy on GSM8K", conditions, tuple(rows), tuple(notes)), sound
 
 
 def parse_endpoint(text: str) -> Endpoint:
@@ -196,7 +204,8 @@ def parse_endpoint(text: str) -> Endpoint:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; 1 when a request failed, since the figures are then of something else."""
+    """The command line; 1 when a request failed, since the figures are then of something else, or when endpoints
+    differ."""
     parser = report_parser(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="gsm8k test questions, .jsonl or .jsonl.xz")
     parser.add_argument(
@@ -227,9 +236,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         resident="as the endpoints' names say",
         hardware=options.server_hardware,
     )
-    report = run(options.endpoint, questions, asking, conditions)
+    report, sound = run(options.endpoint, questions, asking, conditions)
     publish(report, options.json)
-    return 1 if any(row["failed"] for row in report.rows) else 0
+    return 0 if sound else 1
 
 
 if __name__ == "__main__":

@@ -17,7 +17,10 @@ def wilson_interval(right: int, total: int, z: float = Z_95) -> tuple[float, flo
     middle = share + z * z / (2 * total)
     spread = z * sqrt(share * (1 - share) / total + z * z / (4 * total * total))
     scale = 1 + z * z / total
-    return max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale)
+    # At either end the bound is exact; the formula would leave a rounding error there.
+    low = (middle - spread) / scale if right > 0 else 0.0
+    high = (middle + spread) / scale if right < total else 1.0
+    return low, high
 
 
 def paired_difference(

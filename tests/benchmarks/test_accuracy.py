@@ -126,7 +126,7 @@ def test_two_endpoints_are_scored_and_compared(
     assert (found["resident.low_95"], found["resident.high_95"]) == wilson_interval(18, 20)
     (note,) = report["notes"]
     assert note.startswith("paged - resident: -5.00 points")
-    assert "3 of 20 questions judged differently: no difference is shown" in note
+    assert "3 of 20 questions judged differently, 3 answered in other words: no difference is shown" in note
     assert 2 <= resident.most_at_once <= 4
     body = resident.bodies[0]
     assert (body["model"], body["temperature"], body["max_tokens"]) == ("tiny", 0.0, 512)
@@ -139,6 +139,16 @@ def test_two_endpoints_are_scored_and_compared(
         "user",
     ]
     assert "paged - resident" in capsys.readouterr().out
+
+
+def test_an_endpoint_that_differs_by_more_than_chance_fails(
+    serve: Any, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    resident, paged = serve(), serve(wrong=frozenset(range(500, 507)))
+    endpoints = ["--endpoint", f"resident={resident.url}", "--endpoint", f"paged={paged.url}"]
+    assert main(["--data", str(data), *endpoints]) == 1
+    assert "paged - resident: -35.00 points" in (said := capsys.readouterr().out)
+    assert "they differ" in said
 
 
 def test_failed_requests_count_as_wrong_and_are_listed(
@@ -192,8 +202,9 @@ def test_lines_without_a_number_and_bad_options_are_refused(tmp_path: Path, data
 
 def test_wilson_intervals_in_numbers() -> None:
     assert wilson_interval(85, 100) == pytest.approx((0.76718, 0.90696), abs=1e-4)
-    assert wilson_interval(0, 10) == pytest.approx((0.0, 0.27753), abs=1e-4)
-    assert wilson_interval(10, 10)[1] == pytest.approx(1.0)
+    assert wilson_interval(0, 10) == (0.0, pytest.approx(0.27753, abs=1e-4))
+    assert wilson_interval(10, 10) == (pytest.approx(0.72247, abs=1e-4), 1.0)
+    assert wilson_interval(0, 24)[0] == 0.0
     with pytest.raises(ValueError, match="3 of 2"):
         wilson_interval(3, 2)
 

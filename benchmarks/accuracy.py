@@ -5,7 +5,8 @@
 
 Every endpoint answers the same questions greedily; the share of right final numbers is stated with its 95 % interval,
 and every further endpoint's paired difference to the first with the same. A request that fails counts as wrong and is
-listed. Exit code 1: a request failed, or an endpoint differs from the first. Data: one JSON object per line with ``question`` and ``answer`` ("... #### 18"), plain or .xz.
+listed. Exit code 1: a request failed, or an endpoint differs from the first by more than chance. Data: one JSON object
+per line with ``question`` and ``answer`` ("... #### 18"), plain or .xz.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from worker.config import WorkerConfig
 from worker.execution.batch import BatchBuilder
 from worker.execution.loading import OpenedModel, open_model
 from worker.execution.runner import DEFAULT_PAGE_TOKENS
+from worker.execution.staging import make_uploads
 from worker.execution.weights import WeightSource
 from worker.layers.mlp import RoutedExperts
 from worker.models.base import ExpertLayer, Model
@@ -147,10 +148,12 @@ class StreamedReference:
         arena = Arena(self._specs, self._arena_bytes, self._opened.device)
         builder = BatchBuilder(arena, self._shapes, self._backend, self._conv_width)
         given = torch.zeros(0, dtype=torch.int64, device=self._opened.device)
+        uploads = make_uploads(self._opened.device)
         plans = forced(self._config, self._specs, self._arena_bytes).plans(prompts)
         for plan, stream in zip(plans, streams, strict=True):
+            uploads.begin()
             arena.apply(plan.commands)
-            context = builder.build(plan, given).context
+            context = builder.build(plan, given, uploads).context
             probe.seen.clear()
             rotation = model.decoder.rotation(context.positions)
             stream.normed = model.decoder.advance(number, stream.x, stream.normed, rotation, context)

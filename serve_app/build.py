@@ -29,8 +29,12 @@ QUIET = LoggingConfig(enable_access_log=False)
 """Else every report of every worker is a line in the log."""
 
 SCALING_POLICY = "serve_app.policies.autoscaling:ScalingPolicy"
-LOOK_BACK_S = 11.0
-"""Serve warns about 10 s and less."""
+LOOK_BACK_INTERVALS = 5
+"""Serve samples a replica's metrics five times in its look-back, and at least once an interval."""
+STEP_DELAY_S = 1.0
+"""The policy has its own patience; Serve's would come on top."""
+TICKET_MARGIN_S = 300.0
+"""A booking outlives the longest request by so much."""
 
 ROUTING: dict[str, Any] = {
     "request_router_class": "serve_app.deployments.ray_hooks.PinnedRouter",
@@ -41,6 +45,11 @@ ROUTING: dict[str, Any] = {
 def app(args: AppArgs) -> Application:
     """The application: Routers that hold the handles of each model's Workers. Raises ModelLoadError or ConfigError
     before anything is started when a text file of a model, or a file named in the options, is missing or wrong."""
+    return application(args, Worker)
+
+
+def application(args: AppArgs, worker: type[Worker]) -> Application:
+    """The same with Workers of another class, for drills."""
     models = args.per_model()
     told = router_args(args, models)
     for model in told.models:
@@ -48,7 +57,8 @@ def app(args: AppArgs) -> Application:
     if args.api_keys_file:
         KeyRing(Path(args.api_keys_file))
     workers = [
-        worker_deployment(model, _worker_name(model, models)).bind(worker_args(model)) for model in models
+        worker_deployment(model, _worker_name(model, models), worker).bind(worker_args(model))
+        for model in models
     ]
     return _router(args).bind(told, *workers)
 
@@ -74,8 +84,14 @@ def _model_args(args: AppArgs) -> ModelArgs:
             max_queue=args.max_queue,
             queue_timeout_s=args.queue_timeout_s,
             accept_timeout_s=args.accept_timeout_s,
+            request_timeout_s=args.request_timeout_s,
+            from_zero=bool(args.max_replicas) and args.min_replicas == 0,
         ),
-        placement=PlacementConfig(queue_share=args.worker_backlog / args.worker.max_running),
+        placement=PlacementConfig(
+            queue_share=args.worker_backlog / args.worker.max_running,
+            ticket_ttl_s=args.request_timeout_s + TICKET_MARGIN_S,
+            expert_affinity=args.expert_affinity,
+        ),
     )
 
 
@@ -87,7 +103,7 @@ def worker_args(args: AppArgs) -> WorkerArgs:
         snapshot_interval_s=args.snapshot_interval_s,
         coalescing=CoalescingConfig(
             # What one worker may send, when all send alike.
-            messages_per_s=args.messages_per_s * args.router_replicas / args.replicas
+            messages_per_s=args.messages_per_s * args.router_replicas / max(1, args.replicas)
         ),
         log_level=args.log_level,
     )
@@ -111,7 +127,7 @@ def _worker_name(args: AppArgs, models: Sequence[AppArgs]) -> str:
     return "Worker" if len(models) == 1 else "Worker-" + re.sub(r"[^\w.-]", "-", args.name)
 
 
-def worker_deployment(args: AppArgs, name: str) -> serve.Deployment:
+def worker_deployment(args: AppArgs, name: str, worker: type[Worker] = Worker) -> serve.Deployment:
     """The Worker deployment of one model."""
     make = serve.deployment(
         name=name,
@@ -123,7 +139,7 @@ def worker_deployment(args: AppArgs, name: str) -> serve.Deployment:
         request_router_config=RequestRouterConfig(**ROUTING),
         **_replicas(args),
     )
-    return make(Worker)
+    return make(worker)
 
 
 def _replicas(args: AppArgs) -> dict[str, Any]:
@@ -135,10 +151,11 @@ def _replicas(args: AppArgs) -> dict[str, Any]:
         min_replicas=args.min_replicas,
         initial_replicas=args.replicas,
         max_replicas=args.max_replicas,
-        # The policy has its own patience; Serve's would come on top.
-        upscale_delay_s=1.0,
-        downscale_delay_s=1.0,
-        look_back_period_s=LOOK_BACK_S,
+        upscale_delay_s=STEP_DELAY_S,
+        downscale_delay_s=STEP_DELAY_S,
+        downscale_to_zero_delay_s=STEP_DELAY_S,
+        metrics_interval_s=args.scaling_interval_s,
+        look_back_period_s=LOOK_BACK_INTERVALS * args.scaling_interval_s,
         policy=policy,
     )
     return {"autoscaling_config": scaling}

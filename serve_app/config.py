@@ -48,15 +48,24 @@ class AppArgs(BaseModel):
     )
     revision: str = Field(default="", description="With a hub name: branch, tag or commit.")
     served_name: str = Field(default="", description="Name the model answers to; empty: the end of `model`.")
-    replicas: int = Field(default=1, ge=1, description="Workers, one per GPU.")
+    replicas: int = Field(
+        default=1, ge=0, description="Workers, one per GPU; with max_replicas, how many there are at first."
+    )
     max_replicas: int = Field(
         default=0,
         ge=0,
         description="Most workers; 0: always `replicas`, else they follow retractions and queueing.",
     )
-    min_replicas: int = Field(default=1, ge=1, description="With max_replicas, fewest workers.")
+    min_replicas: int = Field(
+        default=1, ge=0, description="With max_replicas, fewest workers; 0: the first request starts one."
+    )
     scaling_rules: dict[str, float] = Field(
         default_factory=dict, description="With max_replicas, rules as JSON; names as in ScalingRules."
+    )
+    scaling_interval_s: float = Field(
+        default=2.0,
+        gt=0,
+        description="With max_replicas, how often each worker's load is measured and judged.",
     )
     router_replicas: int = Field(default=1, ge=1, description="Routers (HTTP ingress and placement).")
     gpus_per_worker: float = Field(
@@ -68,6 +77,12 @@ class AppArgs(BaseModel):
     cpus_per_router: float = Field(default=0.0, ge=0.0, description="CPUs that Ray reserves per router.")
     max_queue: int = Field(default=256, ge=0, description="Requests that may wait in a router for a worker.")
     queue_timeout_s: float = Field(default=60.0, gt=0, description="A request that waited so long gets 429.")
+    request_timeout_s: float = Field(
+        default=600.0, gt=0, description="A request that has not ended after so long ends with an error."
+    )
+    expert_affinity: bool = Field(
+        default=True, description="Place requests where the experts that they will likely use are resident."
+    )
     accept_timeout_s: float = Field(
         default=30.0,
         gt=0,
@@ -161,6 +176,8 @@ class AppArgs(BaseModel):
                 f"replicas={self.replicas} must lie between min_replicas={self.min_replicas} and "
                 f"max_replicas={self.max_replicas}"
             )
+        if not self.replicas and not self.max_replicas:
+            problems.append("replicas=0 needs max_replicas=, or nothing would ever serve")
         if self.scaling_rules and not self.max_replicas:
             problems.append("scaling_rules= needs max_replicas=")
         if self.log_level not in LOG_LEVELS:

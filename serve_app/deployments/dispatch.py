@@ -21,6 +21,7 @@ from serve_app.deployments.protocol import (
 from serve_app.deployments.watching import StreamWatch, Watchers
 from serve_app.http.errors import WorkerLost
 from serve_app.policies.admission import AdmissionConfig, AdmissionQueue
+from serve_app.policies.expert_affinity import affinity_keys
 from serve_app.policies.placement import VETOED, Busy, Choice, Outcome, Placement, RequestFacts
 from serve_app.policies.prefix_affinity import block_hashes
 from serve_app.text.output import TokenStream
@@ -166,7 +167,7 @@ class Dispatcher:
             num_prompt_tokens=len(request.prompt_token_ids),
             max_tokens=request.sampling.max_tokens,
             prefix=block_hashes(request.prompt_token_ids, request.cache_salt),
-            affinity_keys=(request.affinity_key,) if request.affinity_key else (),
+            affinity_keys=affinity_keys(request.affinity_key),
         )
         arrived_s = time.monotonic()
         placed_by_s = arrived_s + min(self._config.queue_timeout_s, self._config.request_timeout_s)

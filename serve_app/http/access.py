@@ -16,6 +16,7 @@ from serve_app.http.admin import ADMIN_PATHS
 from serve_app.http.api_keys import KeyEntry, KeyRing
 from serve_app.http.choices import AnswerPlan
 from serve_app.http.errors import ApiError
+from serve_app.policies.expert_affinity import joined_levels
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/openapi.json", "/docs", "/redoc"})
 """Probes and scrapers have no key."""
@@ -100,15 +101,15 @@ class AccessMiddleware:
 
 def for_caller(plan: AnswerPlan, connection: HTTPConnection) -> AnswerPlan:
     """The plan with what the caller's key and session add: prefixes are shared only under one key, and requests of a
-    session, else of a user, else of a key, belong together."""
+    session belong together, those of a user less, those of a key least."""
     entry: KeyEntry | None = getattr(connection.state, "key", None)
     session = connection.headers.get(SESSION_HEADER, "")
-    salt, affinity = plan.cache_salt, session or plan.affinity_key
+    salt, levels = plan.cache_salt, [plan.affinity_key, session]
     if entry is not None:
         # Within the key's own prefix: nobody can name another key's salt.
         salt = f"{entry.sha256[:16]}/{salt}"
-        affinity = f"{entry.name}/{affinity}"
-    return replace(plan, cache_salt=salt, affinity_key=affinity)
+        levels.insert(0, entry.name)
+    return replace(plan, cache_salt=salt, affinity_key=joined_levels(levels))
 
 
 def too_large(max_bytes: int) -> ApiError:

@@ -11,11 +11,26 @@ when the request ended. The latter holds the neighbours' experts too, but only a
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 SAMPLE_BYTES = 128
 MIN_OBSERVATIONS = 2
+
+LEVEL_MARK = "\x1f"
+"""Between the levels of an affinity key."""
+
+
+def joined_levels(levels: Iterable[str]) -> str:
+    """One affinity key of several, the broadest first (a tenant, then a user, then a conversation); empty ones are left
+    out."""
+    return LEVEL_MARK.join(level.replace(LEVEL_MARK, "") for level in levels if level)
+
+
+def affinity_keys(joined: str) -> tuple[str, ...]:
+    """The keys that :func:`joined_levels` made one of, the most specific first: each level with those above it."""
+    levels = joined.split(LEVEL_MARK) if joined else []
+    return tuple(LEVEL_MARK.join(levels[:end]) for end in range(len(levels), 0, -1))
 
 
 def sample_stride(num_bytes: int) -> int:

@@ -59,6 +59,7 @@ class PlacementConfig:
         default_new_tokens: length of an answer before any ended.
         ticket_ttl_s: a ticket older than this leaked.
         max_homes: conversations whose replica is remembered.
+        expert_affinity: whether missing experts count; without it replicas are alike in that.
     """
 
     costs: CostModel = field(default_factory=CostModel)
@@ -74,6 +75,7 @@ class PlacementConfig:
     default_new_tokens: float = 128.0
     ticket_ttl_s: float = 900.0
     max_homes: int = 16_384
+    expert_affinity: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +301,8 @@ class Placement:
             left = facts.num_prompt_tokens - hit
             # Where experts have no size they are no reason either.
             missed = missing.get(name, 0.0) if self._costs[name].expert_bytes else 0.0
-            work = Work(left, new_tokens, missed, missed / mean if mean else 1.0, view.num_absent_experts)
+            absent = view.num_absent_experts if self._config.expert_affinity else 0
+            work = Work(left, new_tokens, missed, missed / mean if mean else 1.0, absent)
             rates = Rates(view.prefill_tokens_per_s, self._crowding.ms_per_active, self._link.share)
             terms = predict(work, load, rates, self._costs[name])
             found.append(_Candidate(view, load.num_active, hit, work, terms, terms.total))
@@ -307,7 +310,7 @@ class Placement:
 
     def _missing_experts(self, facts: RequestFacts) -> dict[str, float]:
         """Likely misses per replica; one that reports no residency is taken for an average one, not for a full."""
-        profile = self.experts.profile(facts.affinity_keys)
+        profile = self.experts.profile(facts.affinity_keys) if self._config.expert_affinity else None
         if profile is None:
             return {}
         bits = {name: view.resident_bits for name, view in self._views.items()}

@@ -16,6 +16,7 @@ import pytest
 from serve_app.http.access import AccessRules
 from serve_app.http.api_keys import KeyRing, hash_key, main, new_key
 from serve_app.http.routes import create_app
+from serve_app.policies.expert_affinity import affinity_keys, joined_levels
 from tests.helpers.tokenizers import scripted, write_model_folder
 from tests.serve_app.in_process import Cluster, running_cluster
 from worker.api import GenerateRequest
@@ -152,7 +153,9 @@ def test_keys_share_no_prefixes_and_sessions_belong_together(tmp_path: Path) -> 
     served(tmp_path, key_file(tmp_path), use)
     assert len({request.cache_salt for request in seen[:3]}) == 3
     assert all(request.cache_salt for request in seen)
-    assert [request.affinity_key for request in seen] == ["alice/", "bob/", "bob/", "bob/s1", "bob/u1"]
+    keys = [affinity_keys(request.affinity_key) for request in seen]
+    session, user = joined_levels(["bob", "s1"]), joined_levels(["bob", "u1"])
+    assert keys == [("alice",), ("bob",), ("bob",), (session, "bob"), (user, "bob")]
 
 
 def test_the_file_is_read_again_when_it_changes_and_kept_when_it_is_spoiled(tmp_path: Path) -> None:

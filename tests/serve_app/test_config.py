@@ -106,7 +106,8 @@ def test_scaling_rules_come_as_json_and_are_checked() -> None:
         ({"max_replicas": 3, "scaling_rules": "{"}, "scaling_rules"),
         ({"scaling_rules": '{"up_factor": 2}'}, "needs max_replicas"),
         ({"max_replicas": 2, "replicas": 3}, "must lie between"),
-        ({"max_replicas": 2, "min_replicas": 0}, "min_replicas"),
+        ({"replicas": 0}, "replicas=0 needs max_replicas="),
+        ({"max_replicas": 2, "min_replicas": 2}, "must lie between"),
     ):
         with pytest.raises(ValidationError, match=reason):
             AppArgs.model_validate({"engine": "fake", **wrong})

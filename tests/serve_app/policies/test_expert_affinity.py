@@ -10,6 +10,8 @@ from serve_app.policies.expert_affinity import (
     SAMPLE_BYTES,
     ExpertAffinity,
     ExpertProfile,
+    affinity_keys,
+    joined_levels,
     sample_stride,
 )
 
@@ -118,3 +120,14 @@ def test_another_models_bitmap_starts_over() -> None:
     assert affinity.expected_misses(profile, bytes(768)) == 0
     affinity.observe(["b"], bytes(768))
     assert affinity.profile(["a"]) is None
+
+
+def test_levels_come_back_as_keys_the_most_specific_first() -> None:
+    joined = joined_levels(["tenant", "", "user", "chat"])
+    assert len(affinity_keys(joined)) == 3
+    assert affinity_keys(joined)[0] == joined
+    assert affinity_keys(joined)[-1] == "tenant"
+    assert affinity_keys(joined_levels(["tenant"])) == ("tenant",)
+    assert affinity_keys(joined_levels(["", ""])) == ()
+    # A name cannot pass for a level.
+    assert affinity_keys(joined_levels(["a\x1fb"])) == ("ab",)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.faults import Fault
 
 HTTP = "tests/serve_app/test_http.py"
+TRUNK = "tests/serve_app/test_trunk.py"
 DISPATCH = "tests/serve_app/test_dispatch.py"
 TEXT = "tests/serve_app/test_text.py"
 
@@ -111,9 +112,58 @@ FAULTS = [
     ),
     Fault(
         "every token is a message",
-        "serve_app.deployments.engine_server",
-        old="                    await asyncio.sleep(interval_s(self.num_streams, self._coalescing))",
-        new="                    pass",
+        "serve_app.deployments.trunk",
+        old="            seat.due_s = next_s",
+        new="            seat.due_s = 0.0",
         tests=(f"{DISPATCH}::test_later_tokens_come_gathered_the_first_at_once",),
+    ),
+    Fault(
+        "trunk: a call that ends early leaves its reader waiting",
+        "serve_app.deployments.trunk",
+        old="                entries.append((seat.number, GIVEN_UP, 0))\n",
+        new="",
+        tests=(f"{TRUNK}::test_a_call_that_the_worker_ends_early_is_told_on_the_trunk",),
+    ),
+    Fault(
+        "trunk: messages grow without bound behind a busy Router",
+        "serve_app.deployments.trunk",
+        old=" if num_tokens < MESSAGE_TOKENS else None",
+        new="",
+        tests=(f"{TRUNK}::test_what_has_piled_up_leaves_in_messages_of_bounded_size",),
+    ),
+    Fault(
+        "trunk: requests of a Router that is gone go on",
+        "serve_app.deployments.trunk",
+        old="        for seat in (*self._overdue, *self._turns):\n            seat.fail()\n",
+        new="",
+        tests=(f"{TRUNK}::test_a_router_that_is_gone_frees_its_requests",),
+    ),
+    Fault(
+        "trunk: streams wait for a trunk that broke",
+        "serve_app.deployments.trunk_reader",
+        old="            trunk.fail(failure)\n",
+        new="",
+        tests=(f"{TRUNK}::test_a_broken_trunk_ends_its_streams_and_the_next_request_has_another_one",),
+    ),
+    Fault(
+        "trunk: an idle one stays open",
+        "serve_app.deployments.trunk_reader",
+        old="            self._idle_timer = asyncio.get_running_loop().call_later(IDLE_S, self._on_idle, self)\n",
+        new="            pass\n",
+        tests=(f"{TRUNK}::test_an_idle_trunk_is_closed_and_a_used_one_is_not",),
+    ),
+    Fault(
+        "trunk: it ends with the request that opened it",
+        "serve_app.deployments.trunk_reader",
+        old="self._home.copy().run(asyncio.create_task, self._read(replica_id, trunk))",
+        new="asyncio.create_task(self._read(replica_id, trunk))",
+        tests=(f"{TRUNK}::test_a_trunk_is_no_part_of_the_request_that_opened_it",),
+    ),
+    Fault(
+        "trunk: what comes while a client is slow is lost",
+        "serve_app.deployments.trunk_reader",
+        old="            self._items = _merged(self._items)\n\n    def fail",
+        new="            self._items = self._items[-1:]\n\n    def fail",
+        tests=(f"{TRUNK}::test_a_slow_reader_finds_one_event_and_little_is_kept_for_it",),
     ),
 ]

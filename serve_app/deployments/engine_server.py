@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any, cast
 
 from serve_app.deployments.protocol import Accepted, Refused, StreamItem
+from serve_app.deployments.trunk import Moved, OutgoingTrunk, PolledEvents, SeatPlace
 from serve_app.policies.coalescing import CoalescingConfig, interval_s
-from worker.api import Engine, FinishReason, GenerateRequest, WorkerSnapshot
+from worker.api import Engine, FinishReason, GenerateRequest, TokenEvent, WorkerSnapshot
 from worker.errors import EngineDead, InvalidRequest, Overloaded
 
 REPORTS = {"experts": "expert_report", "arena": "arena_report"}
@@ -23,10 +25,16 @@ class EngineServer:
         self._coalescing = coalescing
         self.num_streams = 0
         self._leaving: set[asyncio.Future[None]] = set()
+        self._trunks: dict[str, OutgoingTrunk] = {}
         self._draining: asyncio.Future[int] | None = None
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[StreamItem]:
-        """Starts a request: an :class:`Accepted` and its events, or one :class:`Refused`. Leaving early aborts it."""
+    async def generate(
+        self, request: GenerateRequest, place: SeatPlace | None = None
+    ) -> AsyncIterator[StreamItem | Moved]:
+        """Starts a request: an :class:`Accepted` and its events, or one :class:`Refused`. Leaving early aborts it.
+
+        ``place``: once that trunk is known here, an event comes as :class:`Moved` and all further ones by the trunk.
+        """
         try:
             await self._submit(request)
             events = self.engine.stream(request.request_id)
@@ -37,17 +45,45 @@ class EngineServer:
         try:
             yield Accepted(self.engine.snapshot())
             async for event in events:
-                if event.finish_reason is FinishReason.ERROR and self._is_at_fault(request):
-                    yield Refused(InvalidRequest("response_format", event.error), None)
+                if event.finish_reason is not None:
+                    yield self._last_item(request, event)
+                    return
+                trunk = self._trunks.get(place.trunk_id) if place is not None else None
+                if trunk is not None and place is not None and isinstance(events, PolledEvents):
+                    seat = trunk.take_seat(place.number, events, lambda last: self._last_item(request, last))
+                    try:
+                        yield Moved(event)
+                        await seat.wait()
+                    finally:
+                        seat.leave()
                     return
                 yield event
-                if event.finish_reason is None:
-                    # What comes meanwhile is gathered in the engine's mailbox and leaves as one message.
-                    await asyncio.sleep(interval_s(self.num_streams, self._coalescing))
+                # What comes meanwhile is gathered in the engine's mailbox and leaves as one message.
+                await asyncio.sleep(self._interval_s())
         finally:
             self.num_streams -= 1
             # Aborts the request if its end has not been read.
             await cast("Any", events).aclose()
+
+    async def trunk(self, trunk_id: str) -> AsyncIterator[bytes]:
+        """The messages of a Router's trunk, see :mod:`serve_app.deployments.trunk`, until they are no longer read."""
+        trunk = self._trunks[trunk_id] = OutgoingTrunk(self._interval_s)
+        try:
+            async with aclosing(cast("Any", trunk.messages())) as messages:
+                async for message in messages:
+                    yield message
+        finally:
+            del self._trunks[trunk_id]
+            trunk.close()
+
+    def _interval_s(self) -> float:
+        return interval_s(self.num_streams, self._coalescing)
+
+    def _last_item(self, request: GenerateRequest, last: TokenEvent) -> StreamItem:
+        """A request's last event, or the refusal that it stands for."""
+        if last.finish_reason is FinishReason.ERROR and self._is_at_fault(request):
+            return Refused(InvalidRequest("response_format", last.error), None)
+        return last
 
     async def _submit(self, request: GenerateRequest) -> None:
         """Hands the request to the engine. Compiling a large grammar takes long: other streams go on meanwhile."""

@@ -22,7 +22,8 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from serve_app.deployments.protocol import ReplicaGone, StreamItem, WorkerReport
+from serve_app.deployments.protocol import ReplicaGone, WorkerReport
+from serve_app.deployments.trunk_reader import SeatedStream, Trunks
 from serve_app.http.errors import WorkerLost
 from worker.api import GenerateRequest
 
@@ -56,10 +57,17 @@ class PinnedCalls:
     def __init__(self, worker: DeploymentHandle[Any]) -> None:
         self._worker = worker.options(stream=True)
         self._plain = worker
+        self._trunks = Trunks(self._trunk)
 
-    def start(self, replica_id: str, request: GenerateRequest) -> PinnedStream:
+    def start(self, replica_id: str, request: GenerateRequest) -> SeatedStream:
         """Calls ``Worker.generate`` on that replica."""
-        return PinnedStream(in_fresh_context(lambda: self._worker.generate.remote(replica_id, request)))
+        seat = self._trunks.seat(replica_id, request.request_id)
+        generate = self._worker.generate
+        call = PinnedStream(in_fresh_context(lambda: generate.remote(replica_id, request, seat.place)))
+        return SeatedStream(call, seat)
+
+    def _trunk(self, replica_id: str, trunk_id: str) -> PinnedStream:
+        return PinnedStream(in_fresh_context(lambda: self._worker.trunk.remote(replica_id, trunk_id)))
 
     async def ask(self, replica_id: str, question: str, *given: Any) -> Any:
         """Calls ``Worker.<question>`` on that replica."""
@@ -87,10 +95,9 @@ class PinnedStream:
     def __aiter__(self) -> PinnedStream:
         return self
 
-    async def __anext__(self) -> StreamItem:
+    async def __anext__(self) -> Any:
         try:
-            item: StreamItem = await anext(self._response)
-            return item
+            return await anext(self._response)
         except StopAsyncIteration:
             self._over = True
             raise

@@ -13,6 +13,7 @@ from typing import Any, cast
 from serve_app.deployments import ray_hooks
 from serve_app.deployments.engine_server import EngineServer
 from serve_app.deployments.protocol import StreamItem, WorkerReport
+from serve_app.deployments.trunk import Moved, SeatPlace
 from serve_app.policies.autoscaling import autoscaling_stats
 from serve_app.policies.coalescing import CoalescingConfig
 from serve_app.telemetry.logging import configure_logging
@@ -51,11 +52,19 @@ class Worker:
         self._server = EngineServer(self._engine, args.coalescing)
         self._reports = asyncio.create_task(self._report_for_ever())
 
-    async def generate(self, replica_id: str, request: GenerateRequest) -> AsyncIterator[StreamItem]:
+    async def generate(
+        self, replica_id: str, request: GenerateRequest, place: SeatPlace | None = None
+    ) -> AsyncIterator[StreamItem | Moved]:
         """See :meth:`EngineServer.generate`; ``replica_id`` is for the request router alone."""
-        async with aclosing(cast("Any", self._server.generate(request))) as items:
+        async with aclosing(cast("Any", self._server.generate(request, place))) as items:
             async for item in items:
                 yield item
+
+    async def trunk(self, replica_id: str, trunk_id: str) -> AsyncIterator[bytes]:
+        """See :meth:`EngineServer.trunk`."""
+        async with aclosing(cast("Any", self._server.trunk(trunk_id))) as messages:
+            async for message in messages:
+                yield message
 
     async def snapshot(self, replica_id: str) -> WorkerSnapshot:
         """The engine's state now."""

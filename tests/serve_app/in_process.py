@@ -15,6 +15,8 @@ from serve_app.deployments.backend import ModelService, RouterBackend
 from serve_app.deployments.dispatch import DispatchConfig, Dispatcher
 from serve_app.deployments.engine_server import EngineServer
 from serve_app.deployments.protocol import ReplicaGone, StreamItem, WorkerReport
+from serve_app.deployments.trunk import SeatPlace
+from serve_app.deployments.trunk_reader import SeatedStream, Trunks
 from serve_app.http.backend import ServedModel
 from serve_app.http.errors import WorkerLost
 from serve_app.http.routes import create_app
@@ -118,6 +120,7 @@ class InProcessTransport:
 
     def __init__(self, replicas: dict[str, Replica]) -> None:
         self._replicas = replicas
+        self.trunks = Trunks(self._trunk)
         self.num_wakes = 0
         self.awake: asyncio.Future[WorkerReport | None] | None = None
 
@@ -142,8 +145,18 @@ class InProcessTransport:
         self.awake = asyncio.get_running_loop().create_future()
         return await self.awake
 
-    def start(self, replica_id: str, request: GenerateRequest) -> Call:
+    def start(self, replica_id: str, request: GenerateRequest) -> SeatedStream:
         """Starts a call, as the pinned router would."""
+        seat = self.trunks.seat(replica_id, request.request_id)
+        return SeatedStream(self._call(replica_id, request, seat.place), seat)
+
+    def _trunk(self, replica_id: str, trunk_id: str) -> Call:
+        replica = self._replicas[replica_id]
+        if replica.gone:
+            return Call(_gone(replica_id), replica)
+        return Call(replica.hang() if replica.silent else replica.server.trunk(trunk_id), replica)
+
+    def _call(self, replica_id: str, request: GenerateRequest, place: SeatPlace) -> Call:
         replica = self._replicas[replica_id]
         replica.num_calls += 1
         if replica.gone:
@@ -155,7 +168,7 @@ class InProcessTransport:
         if replica.vetoes:
             replica.vetoes -= 1
             return Call(replica.refuse(), replica)
-        return Call(replica.server.generate(request), replica)
+        return Call(replica.server.generate(request, place), replica)
 
 
 async def _gone(replica_id: str) -> AsyncIterator[StreamItem]:

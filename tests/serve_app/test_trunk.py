@@ -1,0 +1,331 @@
+"""Trunks: many requests' events in few messages, each where it belongs, and nothing left when either end goes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve_app.deployments import trunk, trunk_reader
+from serve_app.deployments.engine_server import EngineServer
+from serve_app.deployments.protocol import Accepted, Refused, StreamItem
+from serve_app.deployments.trunk import Moved, OutgoingTrunk, SeatPlace, decode
+from serve_app.deployments.trunk_reader import SeatedStream, Trunks
+from serve_app.http.errors import WorkerLost
+from serve_app.policies.coalescing import CoalescingConfig
+from tests.helpers.tokenizers import scripted, write_model_folder
+from tests.serve_app.in_process import Cluster, running_cluster, sse_chunks
+from worker.api import FinishReason, GenerateRequest, SamplingParams, TokenEvent, TokenLogprobs
+from worker.config import WorkerConfig
+from worker.engines.fake import FakeEngine
+from worker.engines.fake_script import FakeScript
+from worker.errors import EngineDead, InvalidRequest
+
+PACE = CoalescingConfig(messages_per_s=1000.0, reserve=0.0)
+
+
+def event(number: int, *ids: int, last: bool = False) -> TokenEvent:
+    return TokenEvent("r", ids, number, finish_reason=FinishReason.LENGTH if last else None)
+
+
+@dataclass
+class Said:
+    """A stream that says what the test puts in."""
+
+    events: list[TokenEvent] = field(default_factory=list)
+
+    def poll(self) -> TokenEvent | None:
+        return self.events.pop(0) if self.events else None
+
+
+def unchanged(last: TokenEvent) -> StreamItem:
+    return last
+
+
+@dataclass
+class Ends:
+    """Both ends over one engine, and every message that crossed."""
+
+    server: EngineServer
+    trunks: Trunks
+    messages: list[bytes] = field(default_factory=list)
+    num_trunks: int = 0
+
+    def start(self, request: GenerateRequest) -> SeatedStream:
+        seat = self.trunks.seat("w", request.request_id)
+        return SeatedStream(self.server.generate(request, seat.place), seat)  # type: ignore[arg-type]
+
+    async def trunk(self, trunk_id: str) -> AsyncIterator[bytes]:
+        self.num_trunks += 1
+        async for message in self.server.trunk(trunk_id):
+            self.messages.append(message)
+            yield message
+
+
+@asynccontextmanager
+async def both_ends(pace: CoalescingConfig = PACE, **script: Any) -> AsyncIterator[Ends]:
+    engine = FakeEngine(WorkerConfig(model="", engine="fake", max_running=300), FakeScript(**script))
+    server = EngineServer(engine, pace)
+    ends = Ends(server, Trunks(lambda replica_id, trunk_id: ends.trunk(trunk_id)))  # type: ignore[arg-type, return-value]
+    try:
+        yield ends
+    finally:
+        engine.close()
+
+
+def request(name: str, num_tokens: int, first: int = 1, **sampling: Any) -> GenerateRequest:
+    return GenerateRequest(name, (first,), SamplingParams(max_tokens=num_tokens, **sampling))
+
+
+async def read(stream: SeatedStream) -> list[TokenEvent]:
+    events = []
+    async for item in stream:
+        if isinstance(item, TokenEvent):
+            events.append(item)
+    await stream.aclose()
+    return events
+
+
+def tokens(events: Sequence[TokenEvent]) -> list[int]:
+    return [token for event in events for token in event.token_ids]
+
+
+def test_many_streams_share_few_messages_and_each_gets_its_own_tokens() -> None:
+    async def run() -> None:
+        async with both_ends(output="count", tokens_per_s=200.0) as ends:
+            asked = [request(f"r{number}", 100, first=number) for number in range(50)]
+            streams = await asyncio.gather(*(read(ends.start(one)) for one in asked))
+            for number, events in enumerate(streams):
+                assert tokens(events) == [(number + 1 + step) % 256 for step in range(100)]
+                assert {event.request_id for event in events} == {f"r{number}"}
+                assert [event.num_generated for event in events] == sorted({e.num_generated for e in events})
+                assert events[-1].finish_reason is FinishReason.LENGTH
+                assert events[-1].timeline is not None
+            num_events = sum(len(events) for events in streams)
+            # 50 streams at an interval of 50 ms for half a second: some ten events each, some ten messages a second.
+            assert num_events > 5 * 50
+            assert len(ends.messages) < num_events / 3
+            assert ends.num_trunks == 1
+
+    asyncio.run(run())
+
+
+def test_the_first_tokens_do_not_wait_for_the_trunk() -> None:
+    async def run() -> None:
+        async with both_ends(output="count") as ends:
+            never = Trunks(lambda replica_id, trunk_id: hanging())  # type: ignore[arg-type, return-value]
+            seat = never.seat("w", "r")
+            stream = SeatedStream(ends.server.generate(request("r", 40), seat.place), seat)  # type: ignore[arg-type]
+            assert tokens(await asyncio.wait_for(read(stream), 5)) == list(range(2, 42))
+
+    async def hanging() -> AsyncIterator[bytes]:
+        await asyncio.sleep(3600)
+        yield b""
+
+    asyncio.run(run())
+
+
+def test_logprobs_and_refusals_cross_whole() -> None:
+    async def run() -> None:
+        outgoing = OutgoingTrunk(lambda: 0.0)
+        entry = TokenLogprobs(7, -0.5, ((7, -0.5), (8, -1.5)))
+        rich = TokenEvent("r", (7,), 3, (entry,))
+        outgoing.take_seat(4, Said([rich]), unchanged)
+        refused = Refused(InvalidRequest("response_format", "cannot be"), None)
+        outgoing.take_seat(5, Said([event(9, 1, last=True)]), lambda last: refused)
+        messages = outgoing.messages()
+        assert await anext(messages) == b""
+        [first, second] = decode(await asyncio.wait_for(anext(messages), 5))
+        assert first == (4, rich, 3)
+        assert isinstance(second[1], Refused)
+        assert second[1].error.args == refused.error.args
+        await messages.aclose()
+
+    asyncio.run(run())
+
+
+def test_what_has_piled_up_leaves_in_messages_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trunk, "MESSAGE_TOKENS", 100)
+
+    async def run() -> list[int]:
+        outgoing = OutgoingTrunk(lambda: 0.0)
+        for number in range(20):
+            outgoing.take_seat(number, Said([event(30, *range(30), last=True)]), unchanged)
+        messages = outgoing.messages()
+        await anext(messages)
+        sizes, seen = [], []
+        while len(seen) < 20:
+            entries = decode(await asyncio.wait_for(anext(messages), 5))
+            sizes.append(sum(len(said.token_ids) for _, said, _ in entries if isinstance(said, TokenEvent)))
+            seen += [number for number, _, _ in entries]
+        assert sorted(seen) == list(range(20))
+        await messages.aclose()
+        return sizes
+
+    sizes = asyncio.run(run())
+    assert max(sizes) <= 130
+    assert sum(sizes) == 600
+
+
+def test_a_client_that_leaves_frees_its_request_and_no_other() -> None:
+    async def run() -> None:
+        async with both_ends(output="count", tokens_per_s=200.0) as ends:
+            stays = asyncio.create_task(read(ends.start(request("stays", 100))))
+            leaves = ends.start(request("leaves", 4000))
+            seen = 0
+            async for item in leaves:
+                seen += isinstance(item, TokenEvent)
+                if seen == 5:
+                    break
+            await leaves.aclose()
+            await leaves.aclose()
+            assert ends.server.engine.snapshot().num_aborted == 1
+            assert tokens(await asyncio.wait_for(stays, 5)) == [(2 + step) % 256 for step in range(100)]
+            assert ends.server.num_streams == 0
+
+    asyncio.run(run())
+
+
+def test_a_broken_trunk_ends_its_streams_and_the_next_request_has_another_one() -> None:
+    async def run() -> None:
+        async with both_ends(output="count", tokens_per_s=100.0) as ends:
+            streams = [ends.start(request(f"r{number}", 2000)) for number in range(3)]
+            for stream in streams:
+                for _ in range(4):
+                    await anext(stream)
+            [broken] = ends.server._trunks.values()
+            broken.close()  # as when its call is cancelled
+            ends.trunks._trunks["w"].reading.cancel()  # type: ignore[union-attr]
+            for stream in streams:
+                with pytest.raises(WorkerLost):
+                    await asyncio.wait_for(read(stream), 2)
+                await stream.aclose()
+            assert ends.server.engine.snapshot().num_aborted == 3
+            assert len(tokens(await asyncio.wait_for(read(ends.start(request("after", 20))), 5))) == 20
+            assert ends.num_trunks == 2
+
+    asyncio.run(run())
+
+
+def test_a_router_that_is_gone_frees_its_requests() -> None:
+    async def run() -> None:
+        async with both_ends(output="count", tokens_per_s=100.0) as ends:
+            reader = ends.server.trunk("t")
+            assert await anext(reader) == b""
+            calls = [ends.server.generate(request(f"r{n}", 2000), SeatPlace("t", n)) for n in range(3)]
+            for call in calls:
+                assert isinstance(await anext(call), Accepted)
+                assert isinstance(await anext(call), Moved)
+            waiting = [asyncio.ensure_future(anext(call)) for call in calls]
+            await asyncio.sleep(0.05)
+            assert not any(task.done() for task in waiting)
+            await reader.aclose()
+            for task in waiting:
+                with pytest.raises(EngineDead):
+                    await asyncio.wait_for(task, 2)
+            assert ends.server.engine.snapshot().num_aborted == 3
+            assert not ends.server._trunks
+
+    asyncio.run(run())
+
+
+def test_a_call_that_the_worker_ends_early_is_told_on_the_trunk() -> None:
+    async def run() -> None:
+        outgoing = OutgoingTrunk(lambda: 0.0)
+        seat = outgoing.take_seat(3, Said(), unchanged)
+        messages = outgoing.messages()
+        await anext(messages)
+        seat.leave()
+        [(number, said, _)] = decode(await asyncio.wait_for(anext(messages), 5))
+        assert number == 3
+        assert isinstance(said, TokenEvent)
+        assert said.finish_reason is FinishReason.ABORT
+        await messages.aclose()
+
+    asyncio.run(run())
+
+
+def test_an_idle_trunk_is_closed_and_a_used_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trunk_reader, "IDLE_S", 0.1)
+
+    async def run() -> None:
+        async with both_ends(output="count", tokens_per_s=100.0) as ends:
+            for number in range(3):
+                await read(ends.start(request(f"r{number}", 10)))
+                await asyncio.sleep(0.05)
+            await read(ends.start(request("long", 30)))
+            assert (ends.num_trunks, len(ends.server._trunks)) == (1, 1)
+            await asyncio.sleep(0.25)
+            assert len(ends.trunks) == len(ends.server._trunks) == 0
+            assert len(tokens(await read(ends.start(request("after", 10))))) == 10
+            assert ends.num_trunks == 2
+
+    asyncio.run(run())
+
+
+def test_a_slow_reader_finds_one_event_and_little_is_kept_for_it() -> None:
+    async def run() -> None:
+        async with both_ends(
+            CoalescingConfig(messages_per_s=1e9), output="count", tokens_per_s=1000.0
+        ) as ends:
+            stream = ends.start(request("slow", 500))
+            seen = [await anext(stream), await anext(stream)]
+            await asyncio.sleep(0.7)
+            seat = stream._seat
+            assert len(seat._items) <= trunk_reader.MERGED_ITEMS
+            rest = await read(stream)
+            assert len(rest) == 1
+            assert tokens([*seen[1:], *rest]) == [(2 + step) % 256 for step in range(500)]  # type: ignore[list-item]
+            assert len(ends.messages) > 20
+
+    asyncio.run(run())
+
+
+def test_a_trunk_is_no_part_of_the_request_that_opened_it() -> None:
+    mark = contextvars.ContextVar("mark", default="home")
+    seen = []
+
+    async def call() -> AsyncIterator[bytes]:
+        seen.append(mark.get())
+        yield b""
+
+    async def run() -> None:
+        trunks = Trunks(lambda replica_id, trunk_id: call())  # type: ignore[arg-type, return-value]
+        mark.set("request")
+        trunks.seat("w", "r")
+        await asyncio.sleep(0.02)
+
+    asyncio.run(run())
+    assert seen == ["home"]
+
+
+def served(folder: Path, use: Callable[[Cluster], Awaitable[Any]], **options: Any) -> Any:
+    async def run() -> Any:
+        async with running_cluster(folder, **options) as cluster:
+            return await use(cluster)
+
+    return asyncio.run(run())
+
+
+def test_streams_of_several_workers_arrive_whole_over_http(tmp_path: Path) -> None:
+    text = "The quick brown fox jumps over the lazy dog. Größe: 漢字. "
+    folder = write_model_folder(tmp_path / "m", script=scripted(text * 3, tokens_per_s=400.0))
+
+    async def use(cluster: Cluster) -> None:
+        async def one(index: int) -> str:
+            body = {"messages": [{"role": "user", "content": f"hello {index}"}], "stream": True}
+            answer = await cluster.client.post("/v1/chat/completions", json=body)
+            chunks = [json.loads(chunk) for chunk in sse_chunks(answer.text)[:-1]]
+            return "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
+
+        assert await asyncio.gather(*(one(index) for index in range(24))) == [text * 3] * 24
+        assert len(cluster.transport.trunks) == 3
+
+    served(folder, use, num_replicas=3, max_running=16, coalescing=PACE)

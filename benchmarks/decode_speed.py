@@ -1,0 +1,124 @@
+"""Measures decode steps of a whole model on a GPU: tokens per second, share of the limit, and where a step goes.
+
+    python -m benchmarks.decode_speed --models qwen3-30b-a3b.bf16 --batches 1 64 --contexts 1k [--json FILE]
+
+Through the engine with its scheduler, greedy. Contexts are claimed, not computed (see ``benchmarks.gpu_engine``). The
+limit is what a step must read over the copy bandwidth measured in the same run: dense weights, the distinct experts
+that its tokens really took, KV and states.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+
+import torch
+
+from benchmarks.cpu_engine import run_prompts
+from benchmarks.gpu_engine import GpuBench, copy_bytes_per_s, open_bench, random_prompts
+from benchmarks.report import Conditions, Report, Value, publish, report_parser
+from benchmarks.step_profile import breakdown, heaviest, record_kernels
+from worker.advise.limits import resident_step_s, share_of_limit
+
+CONTEXTS = {"1k": 1024, "8k": 8192}
+SKIPPED = 8
+PROFILED = 24
+
+
+def measure(
+    bench: GpuBench, label: str, batch: int, context: int, copy_rate: float, num_steps: int, profiles: bool
+) -> tuple[dict[str, Value], list[str]]:
+    """One row of the table, and the heaviest kernels."""
+    prompts = random_prompts(batch, context, bench.vocab_size)
+    bench.runner.claims = True
+    bench.log.steps.clear()
+    run_prompts(bench.engine, prompts, num_steps + SKIPPED + 2)
+    steps = bench.log.decode_steps(batch, SKIPPED)
+    step_s = (steps[-1].at_s - steps[0].at_s) / (len(steps) - 1)
+    distinct = bench.count_distinct(prompts)
+    limit_s = resident_step_s(bench.read_bytes(distinct, context + SKIPPED + num_steps / 2, batch), copy_rate)
+    row: dict[str, Value] = {
+        "case": label,
+        "tokens_per_s": batch / step_s,
+        "share": share_of_limit(limit_s, step_s),
+        "step_ms": 1e3 * step_s,
+        "device_ms": 1e3 * sum(step.device_s for step in steps) / len(steps),
+        "limit_ms": 1e3 * limit_s,
+        "distinct_experts": distinct,
+    }
+    lines: list[str] = []
+    parts: Mapping[str, float] = {}
+    if profiles:
+        kernels = record_kernels(lambda: run_prompts(bench.engine, prompts, PROFILED + SKIPPED))
+        taken = PROFILED // 2
+        parts = breakdown(kernels, taken * step_s, taken)
+        lines = heaviest([k for k in kernels if k.start_us >= kernels[-1].end_us - 1e6 * taken * step_s])
+    names = ("attention", "linear_attention", "experts", "rest", "launch_gaps", "host_gaps")
+    row.update({f"{name}_ms": parts.get(name) for name in names})
+    row["kernels"] = parts.get("kernels")
+    return row, lines
+
+
+def fits(bench: GpuBench, batch: int, context: int, num_steps: int) -> bool:
+    """Whether the arena holds so many contexts at once."""
+    need = batch * bench.geometry.request_bytes(context + num_steps + 128)
+    return need < 0.97 * bench.engine.snapshot().headroom.arena_bytes
+
+
+def main() -> None:
+    """Measures and publishes."""
+    parser = report_parser(__doc__)
+    parser.add_argument("--models", nargs="+", default=["qwen3-30b-a3b.bf16"], help="MODEL.FORMAT")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64, 256])
+    parser.add_argument("--contexts", nargs="+", default=["1k", "8k"], choices=sorted(CONTEXTS))
+    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--profile", action="store_true", help="break each step down by torch's profiler")
+    parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--attention-backend", default="auto")
+    options = parser.parse_args()
+    copy_rate = copy_bytes_per_s()
+    torch.cuda.empty_cache()
+    rows: list[Mapping[str, Value]] = []
+    notes = [f"copy bandwidth {copy_rate / 1e12:.2f} TB/s"]
+    for name in options.models:
+        model, _, format = name.rpartition(".")
+        bench = open_bench(
+            model,
+            format,
+            max_running=max(options.batches),
+            max_model_len=2 * CONTEXTS[max(options.contexts)],
+            max_step_tokens=2048,
+            deterministic=options.deterministic,
+            attention_backend=options.attention_backend,
+        )
+        notes.append(f"{name}: started in {bench.started_s:.1f} s")
+        for context in options.contexts:
+            for batch in options.batches:
+                if not fits(bench, batch, CONTEXTS[context], options.steps):
+                    notes.append(f"{name}.b{batch}.c{context}: does not fit the arena")
+                    continue
+                label = f"{name}.b{batch}.c{context}"
+                row, lines = measure(
+                    bench, label, batch, CONTEXTS[context], copy_rate, options.steps, options.profile
+                )
+                rows.append(row)
+                print(label, {k: v if isinstance(v, str) else v and round(v, 4) for k, v in row.items()})
+                print("\n".join(lines), flush=True)
+        bench.engine.close()
+        del bench
+        gc.collect()
+        torch.cuda.empty_cache()
+    conditions = Conditions(
+        model=", ".join(options.models) + " (shapes)",
+        weights="random",
+        prompts="random ids; contexts claimed, not computed",
+        cache="warm; no prefix cache",
+        batch=", ".join(map(str, options.batches)),
+        context=", ".join(options.contexts),
+        resident="all" + ("; deterministic" if options.deterministic else ""),
+    )
+    publish(Report("decode_speed", conditions, tuple(rows), tuple(notes)), options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""An engine on the GPU with random weights of a named shape, contexts that cost no prefill, and a log of its steps."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from benchmarks.cpu_engine import run_prompts
+from benchmarks.shapes import shape_folder, shape_geometry
+from worker.advise.formats import WeightFormat, find_format
+from worker.advise.geometry import ModelGeometry
+from worker.advise.limits import step_read_bytes
+from worker.config import WorkerConfig
+from worker.engines.native import NativeEngine
+from worker.execution.runner import LaunchedStep, ModelRunner
+from worker.execution.sampler import SampledRows
+from worker.execution.timing import StepTimer
+from worker.execution.weights import WeightSource
+from worker.layers.mlp import RoutedExperts
+from worker.models.base import ExpertLayer
+from worker.models.paged import table_experts
+from worker.scheduling.step import StepPlan, StepResult
+
+COPY_BYTES = 4 << 30
+FIRST_TOKEN_ID = 1000
+
+
+class CountingExperts:
+    """Counts, while it is told to, the distinct experts that a layer's tokens take."""
+
+    def __init__(
+        self, experts: RoutedExperts, num_experts: int, found: list[torch.Tensor], on: list[bool]
+    ) -> None:
+        self._experts, self._num_experts, self._found, self._on = experts, num_experts, found, on
+
+    def __call__(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """As the experts that it wraps."""
+        if self._on[0]:
+            chosen = torch.zeros(self._num_experts + 1, device=x.device)
+            self._found.append(chosen.index_fill_(0, experts.flatten() + 1, 1.0)[1:].sum())
+        return self._experts(x, weights, experts)
+
+
+class BenchmarkRunner(ModelRunner):
+    """A runner that can claim a prompt instead of computing it: its pages keep what they held, its next token is
+    random. Decode steps behind it read as many bytes as after a real prefill.
+
+    Attributes:
+        claims: whether steps with prompts are claimed.
+    """
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._counting = [False]
+        self._counted: list[torch.Tensor] = []
+        self.claims = False
+        self._noise = np.random.default_rng(0)
+        super().__init__(config, self._counted_experts if config.experts == "resident" else None)
+
+    def _counted_experts(self, experts: ExpertLayer, source: WeightSource) -> RoutedExperts:
+        layer = table_experts(experts, source, self.config.deterministic)
+        return CountingExperts(layer, experts.num_experts, self._counted, self._counting)
+
+    def count_experts(self, on: bool) -> float:
+        """Switches counting, and graphs the other way; answers the mean of what was counted per layer and step."""
+        self._counting[0] = on
+        if self.graphs is not None:
+            self.graphs.replaying = not on
+        found = [n.item() for n in self._counted]
+        self._counted.clear()
+        return statistics.fmean(found) if found else 0.0
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """See :meth:`ModelRunner.launch`."""
+        if not self.claims or plan.num_rows == plan.num_decode_rows:
+            return super().launch(plan)
+        timer = StepTimer(self._device)
+        self._apply(plan)
+        self._sampler.start(plan.started)
+        rows = int(plan.samples.sum())
+        if rows == 0:
+            return self._launched(plan, None, timer)
+        drawn = self._noise.integers(FIRST_TOKEN_ID, self.model_info.vocab_size, rows)
+        tokens, slots = self._uploads.put(drawn), self._uploads.put(plan.slots[plan.samples])
+        self._uploads.flush()
+        self._last_tokens.index_copy_(0, slots, tokens)
+        return self._launched(plan, SampledRows(tokens, None), timer)
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedStep:
+    """One applied step: when the host had its tokens, rows, new tokens, prompt tokens, the device's seconds."""
+
+    at_s: float
+    num_rows: int
+    num_new: int
+    num_prompt: int
+    device_s: float
+
+
+class StepLog:
+    """Pass :meth:`record` to an engine."""
+
+    def __init__(self) -> None:
+        self.steps: list[LoggedStep] = []
+
+    def record(self, plan: StepPlan, result: StepResult) -> None:
+        """Notes a step that computed something."""
+        if plan.num_rows:
+            prompt = int(plan.query_len[plan.num_decode_rows :].sum())
+            self.steps.append(
+                LoggedStep(
+                    time.perf_counter(), plan.num_rows, int(result.num_new.sum()), prompt, result.seconds
+                )
+            )
+
+    def decode_steps(self, rows: int, skipped: int) -> list[LoggedStep]:
+        """The last unbroken run of steps in which ``rows`` rows decoded and nothing else, without its first
+        ``skipped`` ones."""
+        last = len(self.steps)
+        while last and (self.steps[last - 1].num_rows != rows or self.steps[last - 1].num_prompt):
+            last -= 1
+        first = last
+        while first and self.steps[first - 1].num_rows == rows and not self.steps[first - 1].num_prompt:
+            first -= 1
+        return self.steps[first + skipped : last]
+
+
+@dataclass(frozen=True, slots=True)
+class GpuBench:
+    """A started engine and what measures it."""
+
+    engine: NativeEngine
+    runner: BenchmarkRunner
+    log: StepLog
+    geometry: ModelGeometry
+    format: WeightFormat
+    started_s: float
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the vocabulary."""
+        return self.engine.model.vocab_size
+
+    def count_distinct(self, prompts: Sequence[Sequence[int]], num_steps: int = 4) -> float:
+        """Distinct experts per layer that decode steps over these prompts take, measured; 0 without experts."""
+        if not self.geometry.num_experts:
+            return 0.0
+        self.runner.claims = True
+        self.runner.count_experts(True)
+        run_prompts(self.engine, prompts, num_steps)
+        return self.runner.count_experts(False)
+
+    def read_bytes(self, distinct: float, context: float, batch: int) -> float:
+        """Bytes that one decode step reads at least: dense weights, ``distinct`` experts of each layer, KV."""
+        shape = self.geometry
+        dense = shape.dense_read_bytes(find_format("bf16"))
+        states = 2 * batch * shape.state_bytes  # read and written
+        kv = batch * (context * shape.full_kv_bytes() + shape.window_kv_bytes(context=int(context)))
+        experts = shape.expert_bytes(self.format)
+        return step_read_bytes(dense, shape.num_moe_layers, distinct, experts, kv) + states
+
+
+def open_bench(model: str, format: str, **settings: object) -> GpuBench:
+    """Starts an engine on the GPU; ``settings`` are those of :class:`WorkerConfig`."""
+    folder = shape_folder(model, format)
+    log, made = StepLog(), []
+
+    def make_runner(config: WorkerConfig) -> BenchmarkRunner:
+        made.append(BenchmarkRunner(config))
+        return made[0]
+
+    started_s = time.perf_counter()
+    load = "checkpoint" if model == "demo" else "random"
+    config = WorkerConfig(
+        model=str(folder),
+        served_name=model,
+        device="cuda",
+        load=load,
+        prefix_cache=False,
+        **settings,  # type: ignore[arg-type]
+    )
+    engine = NativeEngine(config, make_runner, record=log.record)
+    took_s = time.perf_counter() - started_s
+    return GpuBench(engine, made[0], log, shape_geometry(folder), find_format(format), took_s)
+
+
+def random_prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> list[tuple[int, ...]]:
+    """Prompts of random ids."""
+    chance = random.Random(seed)
+    top = vocab_size - 1
+    return [
+        tuple(chance.randint(min(FIRST_TOKEN_ID, top // 2), top) for _ in range(length)) for _ in range(count)
+    ]
+
+
+def median_s(run: Callable[[], object], repeats: int = 10) -> float:
+    """Median seconds of ``run`` between CUDA events, after three calls to warm up."""
+    times = []
+    for attempt in range(repeats + 3):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        if attempt >= 3:
+            times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+def copy_bytes_per_s() -> float:
+    """Device-to-device copy, bytes read plus bytes written."""
+    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda").random_(0, 256)
+    target = torch.empty_like(source)
+    return 2 * COPY_BYTES / median_s(lambda: target.copy_(source))
+
+
+def matrix_flops(size: int = 8192) -> float:
+    """Rate of a bf16 matrix product on random data, operations per second."""
+    left, right = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * size**3 / median_s(lambda: left @ right)
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The value below which ``share`` of them lie."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

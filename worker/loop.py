@@ -40,6 +40,18 @@ class StepRunner(Protocol):
         ...
 
 
+class RunningPass(Protocol):
+    """A prefill pass under way."""
+
+    def advance(self, seconds: float | None) -> bool:
+        """Launches about ``seconds`` of its layers, at least one; None: all that are left. True: that was the last."""
+        ...
+
+    def collect(self) -> StepResult:
+        """Waits for its end."""
+        ...
+
+
 class EngineLoop:
     """Turns the wheel; belongs to one thread.
 
@@ -73,11 +85,14 @@ class EngineLoop:
         self._collected = self._completed = -1
         self._finished_step: Callable[[int], int] | None = getattr(runner, "finished_step", None)
         self._flying: deque[tuple[StepPlan, Any]] = deque()
+        self._begin_pass: Callable[[StepPlan], RunningPass] | None = getattr(runner, "begin_pass", None)
+        self._pass: tuple[StepPlan, RunningPass] | None = None
+        self._decode_s = 0.0
 
     @property
     def has_work(self) -> bool:
         """Whether a turn can bring anything."""
-        return self._scheduler.has_work or bool(self._flying)
+        return self._scheduler.has_work or bool(self._flying) or self._pass is not None
 
     @property
     def is_flying(self) -> bool:
@@ -91,6 +106,7 @@ class EngineLoop:
         events: list[TokenEvent] = []
         while len(self._flying) > keep:
             events.extend(self._collect_oldest())
+        events.extend(self._advance_pass(launched))
         return events
 
     def _launch_next(self) -> bool:
@@ -100,6 +116,11 @@ class EngineLoop:
         self._ledger.begin_step(step, self._completed)
         plan = self._scheduler.schedule(step)
         plan = replace(plan, commands=self._ledger.commit_step(step))
+        if plan.staged:
+            if self._begin_pass is None:
+                raise RuntimeError(f"step {step} is a prefill pass, and the runner knows none")
+            self._pass = (plan, self._begin_pass(plan))
+            return True
         needed = plan.num_rows > 0 or not _is_empty(plan.commands)
         self._flying.append((plan, self._runner.launch(plan) if needed else None))
         return plan.num_rows > 0
@@ -114,8 +135,27 @@ class EngineLoop:
             if plan.num_rows:
                 events = self._scheduler.apply(plan, result)
                 self.num_steps += 1
+                self._decode_s = result.seconds
         self._collected = plan.step
         self._retire()
+        if self._audit:
+            self._ledger.audit()
+        return events
+
+    def _advance_pass(self, beside_steps: bool) -> list[TokenEvent]:
+        """Some layers of the pass in flight: for as long as a decode step takes where some run, so that running streams
+        keep their pace; else all."""
+        if self._pass is None:
+            return []
+        plan, layers = self._pass
+        if not layers.advance(self._decode_s if beside_steps else None):
+            return []
+        self._pass = None
+        result = layers.collect()
+        if self._record is not None:
+            self._record(plan, result)
+        self.num_steps += 1
+        events = self._scheduler.apply(plan, result)
         if self._audit:
             self._ledger.audit()
         return events

@@ -40,8 +40,16 @@ class Lanes(Protocol):
         """Starts ``work`` in a lane, behind ``behind`` and what the lane was given before; answers its end."""
         ...
 
+    def compute(self, work: Callable[[], None]) -> None:
+        """Starts ``work`` on the compute stream."""
+        ...
+
     def wait(self, mark: Mark) -> None:
         """Work launched on the compute stream from now on starts behind ``mark``."""
+        ...
+
+    def finish(self, mark: Mark) -> None:
+        """The host waits until the device has passed ``mark``."""
         ...
 
 
@@ -62,7 +70,14 @@ class HostLanes:
         work()
         return _Passed()
 
+    def compute(self, work: Callable[[], None]) -> None:
+        """See :class:`Lanes`."""
+        work()
+
     def wait(self, mark: Mark) -> None:
+        """See :class:`Lanes`."""
+
+    def finish(self, mark: Mark) -> None:
         """See :class:`Lanes`."""
 
 
@@ -97,6 +112,14 @@ class CudaLanes:
             event = torch.cuda.Event()
             event.record(stream)
         return _EventMark(event)
+
+    def compute(self, work: Callable[[], None]) -> None:
+        """See :class:`Lanes`."""
+        work()
+
+    def finish(self, mark: Mark) -> None:
+        """See :class:`Lanes`."""
+        _event(mark).synchronize()
 
     def wait(self, mark: Mark) -> None:
         """See :class:`Lanes`."""

@@ -90,13 +90,14 @@ class PageMover:
         if sealed:
             ends.append(self._run_beside(list(zip(sealed, pairs, strict=False))))
         self._let_lanes_read(between)
-        self._copy(zip(between, pairs, strict=False))
+        moving = list(zip(between, pairs, strict=False))
+        self.lanes.compute(lambda: self._copy(moving))
         for (side, run), copied in zip(runs, inside, strict=True):
             if side is _Side.INSIDE:
-                self._copy(zip(copied, pairs, strict=False))
+                self._copy_inside(list(zip(copied, pairs, strict=False)))
             else:
                 ends.append(self._bring_back(run) if side is _Side.BACK else self._send_out(run))
-        self._tables.patch(where, what)
+        self.lanes.compute(lambda: self._tables.patch(where, what))
         if ends:
             self._beside.append((commands.step, ends))
 
@@ -118,6 +119,9 @@ class PageMover:
     def _copy(self, launches: Iterable[tuple[_Launch, Pair]]) -> None:
         for launch, (sources, targets) in launches:
             move_pages(self._grids[launch.group], sources, targets)
+
+    def _copy_inside(self, launches: Sequence[tuple[_Launch, Pair]]) -> None:
+        self.lanes.compute(lambda: self._copy(launches))
 
     def _run_beside(self, launches: Sequence[tuple[_Launch, Pair]]) -> Mark:
         # Behind this moment: the targets may be places that the step has just banned, and the numbers must be there.

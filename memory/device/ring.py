@@ -24,7 +24,7 @@ class _Slot:
         self.host = torch.empty(num_words, dtype=torch.int64, pin_memory=pinned)
         self.words: IntArray = self.host.numpy()
         self.device = torch.empty(num_words, dtype=torch.int64, device=device)
-        self.sent: torch.cuda.Event | None = torch.cuda.Event() if pinned else None
+        self.sent: Mark | None = None
         self.readers: list[Mark] = []
 
 
@@ -43,7 +43,7 @@ class IndexRing:
         self._turn = (self._turn + 1) % NUM_SLOTS
         slot = self._slots[self._turn]
         if slot.sent is not None:
-            slot.sent.synchronize()  # four steps ago: done long since
+            lanes.finish(slot.sent)  # of four steps ago: done long since
         for mark in slot.readers:
             lanes.wait(mark)
         slot.readers.clear()
@@ -57,11 +57,15 @@ class IndexRing:
             slot.words[first:last] = array
             found.append(slot.device[first:last])
             first = last
-        slot.device[:total].copy_(slot.host[:total], non_blocking=True)
-        if slot.sent is not None:
-            slot.sent.record(torch.cuda.current_stream(self._device))
+        target, source = slot.device[:total], slot.host[:total]
+        lanes.compute(lambda: _upload(target, source))
+        slot.sent = lanes.mark()
         return found
 
     def keep(self, mark: Mark) -> None:
         """What was sent last is read in a lane until ``mark``."""
         self._slots[self._turn].readers.append(mark)
+
+
+def _upload(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source, non_blocking=True)

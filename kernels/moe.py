@@ -72,24 +72,26 @@ class ExpertBank:
 
 
 def route(
-    logits: torch.Tensor, experts_per_token: int, renormalise: bool
+    logits: torch.Tensor, experts_per_token: int, renormalise: bool, live: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The likeliest experts of each token under a softmax over all, in float32.
 
     Args:
         logits: [tokens, experts].
         renormalise: whether the chosen weights are divided by their sum.
+        live: [tokens] bool, None for all: tokens that are not take no experts.
 
     Returns:
-        weights [tokens, experts_per_token] float32 and experts [tokens, experts_per_token] int64, best first.
+        weights [tokens, experts_per_token] float32 and experts [tokens, experts_per_token] int64, best first; -1 for
+        tokens that are not live.
     """
-    if native.serves(logits) and logits.stride(1) == 1:
+    if live is None and native.serves(logits) and logits.stride(1) == 1:
         return native.route(logits, experts_per_token, renormalise)
     if logits.is_cuda:
         from kernels._triton import moe as on_gpu
 
-        return on_gpu.route(logits, experts_per_token, renormalise)
-    return reference.route(logits, experts_per_token, renormalise)
+        return on_gpu.route(logits, experts_per_token, renormalise, live)
+    return reference.route(logits, experts_per_token, renormalise, live)
 
 
 def run_experts(

@@ -22,16 +22,17 @@ class Experts(Protocol):
 
 
 def route(
-    logits: torch.Tensor, experts_per_token: int, renormalise: bool
+    logits: torch.Tensor, experts_per_token: int, renormalise: bool, live: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax routing; see the face."""
     logits = logits.float()
     if renormalise:
         # Softmax over all, cut to the best and divided by their sum, is softmax over the best.
         best, experts = torch.topk(logits, experts_per_token, dim=-1)
-        return torch.softmax(best, -1), experts
-    weights, experts = torch.topk(torch.softmax(logits, -1), experts_per_token, dim=-1)
-    return weights, experts
+        weights = torch.softmax(best, -1)
+    else:
+        weights, experts = torch.topk(torch.softmax(logits, -1), experts_per_token, dim=-1)
+    return weights, experts if live is None else experts.masked_fill(~live.unsqueeze(1), -1)
 
 
 def run_experts(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, bank: Experts) -> torch.Tensor:

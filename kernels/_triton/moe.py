@@ -9,8 +9,8 @@ import triton.language as tl
 
 @triton.jit
 def _route(
-    logits, weights, chosen, row_stride, experts,
-    PER_TOKEN: tl.constexpr, RENORMALISE: tl.constexpr, PAD: tl.constexpr, K_PAD: tl.constexpr,
+    logits, weights, chosen, live, row_stride, experts,
+    PER_TOKEN: tl.constexpr, RENORMALISE: tl.constexpr, HAS_LIVE: tl.constexpr, PAD: tl.constexpr, K_PAD: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, PAD)
@@ -36,13 +36,15 @@ def _route(
         share /= tl.sum(share, 0)
     else:
         share /= everything
+    if HAS_LIVE:
+        number = tl.where(tl.load(live + row) != 0, number, -1)
     at = row * PER_TOKEN + place
     tl.store(weights + at, share, mask=place < PER_TOKEN)
     tl.store(chosen + at, number.to(tl.int64), mask=place < PER_TOKEN)
 
 
 def route(
-    logits: torch.Tensor, experts_per_token: int, renormalise: bool
+    logits: torch.Tensor, experts_per_token: int, renormalise: bool, live: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See :func:`kernels.moe.route`; logits [tokens, experts], rows may lie apart."""
     tokens, experts = logits.shape
@@ -52,8 +54,8 @@ def route(
     chosen = torch.empty(tokens, experts_per_token, dtype=torch.int64, device=logits.device)
     pad = max(16, triton.next_power_of_2(experts))
     _route[(tokens,)](
-        logits, weights, chosen, logits.stride(0), experts,
-        PER_TOKEN=experts_per_token, RENORMALISE=renormalise, PAD=pad,
+        logits, weights, chosen, chosen if live is None else live, logits.stride(0), experts,
+        PER_TOKEN=experts_per_token, RENORMALISE=renormalise, HAS_LIVE=live is not None, PAD=pad,
         K_PAD=triton.next_power_of_2(experts_per_token), num_warps=1 if pad <= 256 else 4,
     )  # fmt: skip
     return weights, chosen

@@ -20,10 +20,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LINK_BYTES_PER_S = 50e9
-"""What a missing expert is taken to be read with: gathered from mapped host memory over PCIe 5 x16 (48-51 GB/s on an
-H200). A slower link makes experts worth more than the market then thinks."""
-
 
 class EngineExperts:
     """The paged experts of one engine; :meth:`read` belongs to the loop's thread.
@@ -41,6 +37,9 @@ class EngineExperts:
         arena_bytes: int,
     ) -> None:
         """Logs the plan. ConfigError where the arena cannot hold ``expert_bytes``."""
+        import torch
+
+        from worker.experts.link import measure_link
         from worker.experts.plan import ArenaFacts, floor_places, plan_lines
         from worker.experts.report import ExpertReporter
 
@@ -63,13 +62,16 @@ class EngineExperts:
         )
         for line in plan_lines(facts):
             log.info("%s", line)
+        link = measure_link(pager.host, torch.device(info.device))
+        log.info("experts: %s", link.line())
         self._pager = pager
         self._reporter = ExpertReporter(pager)
         self._report: ExpertReport | None = None
         self._trader: ExpertTrader | None = None
         self._trades = config.memory_mode == "arena" and not config.expert_bytes
+        # A place is worth the reads over the link that it saves, at what they cost on this machine.
         self._shape = PagedShape(
-            len(pager.host.layers), info.num_experts, info.experts_per_token, size, LINK_BYTES_PER_S
+            len(pager.host.layers), info.num_experts, info.experts_per_token, size, link.bytes_per_s
         )
 
     def audit(self) -> None:
@@ -93,7 +95,7 @@ class EngineExperts:
             return
         if self._trader is None:
             self._trader = ExpertTrader(ledger, self._shape)
-        staged = self._report.total(Lane.PREFILL_IN_PLACE)
+        staged = self._report.total(Lane.PREFILL_IN_PLACE) + self._report.total(Lane.STAGED)
         self._trader.trade(now_s, ExpertTotals(self._report.misses + staged, staged), num_running)
 
 

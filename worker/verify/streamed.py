@@ -95,7 +95,7 @@ class StreamedReference:
         self.info: ModelInfo = self._opened.info(skeleton)
         self._conv_width = skeleton.conv_width
         page_tokens = config.page_tokens or DEFAULT_PAGE_TOKENS
-        self._specs: tuple[PageSpec, ...] = tuple(g.page_spec(page_tokens) for g in skeleton.groups)
+        self.page_specs: tuple[PageSpec, ...] = tuple(g.page_spec(page_tokens) for g in skeleton.groups)
         self._shapes = {g.name: g.attention for g in skeleton.groups if g.attention is not None}
         self._backend = choose_backend(self._config, tuple(self._shapes.values()), self._opened.device)
         self._prompts: Sequence[Sequence[int]] = ()
@@ -137,7 +137,7 @@ class StreamedReference:
     def _enter(self, prompts: Sequence[Sequence[int]]) -> list[_Stream]:
         ends, _ = self._build(_ENDS)
         streams = []
-        for plan in forced(self._config, self._specs, self._arena_bytes).plans(prompts):
+        for plan in forced(self._config, self.page_specs, self._arena_bytes).plans(prompts):
             token_ids = torch.from_numpy(plan.token_ids).to(self._opened.device)
             streams.append(_Stream(*ends.decoder.enter(token_ids)))
         return streams
@@ -145,11 +145,11 @@ class StreamedReference:
     def _carry(self, number: int, prompts: Sequence[Sequence[int]], streams: Sequence[_Stream]) -> None:
         """Takes all steps through one layer, each behind those whose keys and states it reads."""
         model, probe = self._build(number)
-        arena = Arena(self._specs, self._arena_bytes, self._opened.device)
+        arena = Arena(self.page_specs, self._arena_bytes, self._opened.device)
         builder = BatchBuilder(arena, self._shapes, self._backend, self._conv_width)
         given = torch.zeros(0, dtype=torch.int64, device=self._opened.device)
         uploads = make_uploads(self._opened.device)
-        plans = forced(self._config, self._specs, self._arena_bytes).plans(prompts)
+        plans = forced(self._config, self.page_specs, self._arena_bytes).plans(prompts)
         for plan, stream in zip(plans, streams, strict=True):
             uploads.begin()
             arena.apply(plan.commands)

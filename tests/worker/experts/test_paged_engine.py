@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -16,6 +17,7 @@ import torch
 from memory.api import StepCommands
 from memory.device.host_region import remove_shared
 from memory.device.residency import Lane
+from memory.ledger.market import ExpertReading, Market
 from tests.helpers.paging import ARENA_BYTES, record_steps, replay_steps, with_places
 from tests.helpers.quantized import converted_folder
 from tests.helpers.tiny import tiny_folder
@@ -24,6 +26,7 @@ from worker.config import WorkerConfig
 from worker.engines.native import NativeEngine
 from worker.errors import ConfigError, EngineDead
 from worker.execution.runner import ModelRunner
+from worker.experts import link
 from worker.experts.identity import shared_name
 from worker.experts.plan import floor_places, store_plan
 from worker.models import paged
@@ -96,12 +99,30 @@ def test_expert_bytes_fixes_the_number_of_places() -> None:
 def test_the_plan_is_said_at_start(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO), closing(NativeEngine(settings())):
         pass
-    lines = [record.getMessage() for record in caplog.records if "experts:" in record.getMessage()]
+    *lines, rate = [text for r in caplog.records if (text := r.getMessage()).startswith("experts: ")]
+    assert re.fullmatch(
+        r"experts: missing ones come at \d+\.\d GB/s here \(measured: 8 of 24576 bytes at once\)", rate
+    )
     assert "32 of 24576 bytes; arena 8.4 MB" in lines[0]
     assert any("32 resident (100%)" in line and "tokens" in line for line in lines[1:])
     assert any("8 resident (25%)" in line for line in lines[1:])
     left = [float(line.split("): ")[1].split(" MB")[0]) for line in lines[1:]]
     assert left == sorted(left), "fewer experts, more room for requests"
+
+
+def test_the_market_prices_a_miss_at_the_measured_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "gather_rate", lambda addresses, num_bytes: 24576e3 * len(addresses) / 8)
+    asked: list[ExpertReading] = []
+    step = Market.step
+
+    def listening(self: Market, now_s: float, experts: ExpertReading, *others: Any) -> Any:
+        asked.append(experts)
+        return step(self, now_s, experts, *others)
+
+    monkeypatch.setattr(Market, "step", listening)
+    with closing(NativeEngine(settings())) as engine:
+        generate(engine)
+    assert {reading.miss_ms for reading in asked} == {1.0}, "24,576 bytes at 24,576,000 a second"
 
 
 def test_the_floor_reserves_context_first() -> None:

@@ -319,6 +319,8 @@ def _run_one(
     out = torch.empty_like(x)
     shared = _shared(x, block, inner, tee)
     copies = table if tee is None else tee
+    overlap = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    shared["PDL"] = overlap
     one_gate_up[(per_token, triton.cdiv(inner, up.rows))](
         x, hidden, table, copies, experts, limit, alpha, block.gate_up, block.gate_scales, block.up_scales,
         block.gate_up_zeros, block.zero_offset, block.gate_order, block.up_order, block.gate_up_bias,
@@ -330,7 +332,7 @@ def _run_one(
         hidden, weights, out, table, copies, experts, block.down, block.down_scales, block.down_zeros,
         block.zero_offset, block.down_bias, INNER=inner, WIDTH=width, PER_TOKEN=per_token, GROUP=groups[1],
         HAS_ZEROS=block.down_zeros >= 0, HAS_BIAS=block.down_bias >= 0, ROWS=down.rows, GROUPS=down.columns,
-        num_warps=down.num_warps, **shared,
+        num_warps=down.num_warps, launch_pdl=overlap, **shared,
     )  # fmt: skip
     return out
 

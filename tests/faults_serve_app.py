@@ -62,16 +62,23 @@ FAULTS = [
     Fault(
         "the possible start of a stop string is sent",
         "serve_app.text.detokenizer",
-        old="            free = len(self._held) - self._possible_stop_length()",
-        new="            free = len(self._held)",
+        old="        free = len(text) - self._possible_stop_length(text)",
+        new="        free = len(text)",
         tests=(f"{TEXT}::test_what_could_become_a_stop_string_is_held_back",),
     ),
     Fault(
         "a character is decoded token by token",
         "serve_app.text.detokenizer",
-        old="        return self._decoder.decode(self.model.bytes_of(token_id))",
-        new='        return self.model.bytes_of(token_id).decode(errors="replace")',
+        old="self._decoder.decode(self._bytes_of_all(token_ids))",
+        new='"".join(self._bytes_of(token_id).decode(errors="replace") for token_id in token_ids)',
         tests=(f"{HTTP}::test_a_character_over_tokens_comes_whole",),
+    ),
+    Fault(
+        "what is read twice in search of a stop string is decoded twice",
+        "serve_app.text.detokenizer",
+        old="            self._decoder.setstate(before)\n",
+        new="",
+        tests=(f"{TEXT}::test_any_split_of_the_tokens_gives_the_same_text",),
     ),
     Fault(
         "tokens behind a stop string are counted",
@@ -165,5 +172,19 @@ FAULTS = [
         old="            self._items = _merged(self._items)\n\n    def fail",
         new="            self._items = self._items[-1:]\n\n    def fail",
         tests=(f"{TRUNK}::test_a_slow_reader_finds_one_event_and_little_is_kept_for_it",),
+    ),
+    Fault(
+        "an event of a template is not escaped",
+        "serve_app.http.streaming",
+        old="_on_one_line(encode_basestring(text))",
+        new="_on_one_line(f'\"{text}\"')",
+        tests=("tests/serve_app/test_events.py::test_a_template_makes_the_event_that_encoding_it_would",),
+    ),
+    Fault(
+        "an event of a template may be several lines",
+        "serve_app.http.streaming",
+        old="_on_one_line(encode_basestring(text))",
+        new="encode_basestring(text)",
+        tests=("tests/serve_app/test_events.py::test_a_template_makes_the_event_that_encoding_it_would",),
     ),
 ]

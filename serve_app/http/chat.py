@@ -13,11 +13,13 @@ from serve_app.http.backend import ServedModel
 from serve_app.http.choices import AnswerPlan, Answers
 from serve_app.http.conversation import template_messages
 from serve_app.http.schemas import ChatRequest
+from serve_app.http.streaming import Chunk, EventTemplate
 from serve_app.http.tools import ToolUse, answer_grammar, read_tools
 from serve_app.http.turn import TurnReader
 from serve_app.text.chat_formats.base import ChatDelta, Tool
 from worker.errors import InvalidRequest
 
+CONTENT_ALONE = {"content"}
 CHUNK = "chat.completion.chunk"
 BODY = "chat.completion"
 
@@ -79,11 +81,12 @@ def render_chat(body: ChatRequest, model: ServedModel) -> tuple[str, ToolUse]:
 
 async def chat_chunks(
     answers: Answers, body: ChatRequest, plan: ChatPlan, model: ServedModel
-) -> AsyncIterator[dict[str, Any]]:
+) -> AsyncIterator[Chunk]:
     """The chunks of a streamed answer: the role, what is said, the finish reason, and the usage if asked for."""
     head = AnswerIdentity.new("chatcmpl-", model.name).head(CHUNK)
     usage = UsageCount(plan.answer.num_prompt_tokens)
     readers: dict[int, TurnReader] = {}
+    plain: dict[int, EventTemplate] = {}
     async with aclosing(cast("Any", answers)):
         async for index, piece in answers:
             usage.add(index, piece)
@@ -98,6 +101,12 @@ async def chat_chunks(
             choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
             if plan.answer.sampling.logprobs is not None:
                 choice["logprobs"] = chat_logprobs(model.text, piece.logprobs)
+            elif delta.keys() == CONTENT_ALONE and reason is None:
+                if index not in plain:
+                    empty = {**head, "choices": [{**choice, "delta": {"content": ""}}]}
+                    plain[index] = EventTemplate(empty, "content")
+                yield plain[index].fill(said.content)
+                continue
             yield {**head, "choices": [choice]}
     if body.wants_usage():
         usage.num_reasoning_tokens = _num_reasoning_tokens(readers.values(), model)

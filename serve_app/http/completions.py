@@ -11,6 +11,7 @@ from serve_app.http.answers import AnswerIdentity, UsageCount, completion_logpro
 from serve_app.http.backend import ServedModel
 from serve_app.http.choices import AnswerPlan, Answers
 from serve_app.http.schemas import DEFAULT_COMPLETION_TOKENS, CompletionRequest
+from serve_app.http.streaming import Chunk, EventTemplate
 from serve_app.text.tokenizer import TextModel
 from worker.errors import InvalidRequest
 
@@ -41,17 +42,23 @@ def plan_completion(body: CompletionRequest, model: ServedModel) -> AnswerPlan:
 
 async def completion_chunks(
     answers: Answers, body: CompletionRequest, plan: AnswerPlan, model: ServedModel
-) -> AsyncIterator[dict[str, Any]]:
+) -> AsyncIterator[Chunk]:
     """The chunks of a streamed completion."""
     head = AnswerIdentity.new("cmpl-", model.name).head(KIND)
     usage = UsageCount(plan.num_prompt_tokens)
     lengths: dict[int, int] = {}
+    plain: dict[int, EventTemplate] = {}
     async with aclosing(cast("Any", answers)):
         async for index, piece in answers:
             usage.add(index, piece)
             offset = lengths.get(index, 0)
             lengths[index] = offset + len(piece.text)
             if not (piece.text or piece.logprobs or piece.finish_reason):
+                continue
+            if body.logprobs is None and piece.finish_reason is None:
+                if index not in plain:
+                    plain[index] = EventTemplate({**head, "choices": [_choice(index, "", None)]}, "text")
+                yield plain[index].fill(piece.text)
                 continue
             choice = _choice(index, piece.text, piece.finish_reason)
             if body.logprobs is not None:

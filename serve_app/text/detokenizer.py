@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from serve_app.text.tokenizer import TextModel
@@ -37,7 +37,7 @@ class Detokenizer:
 
     model: TextModel
     stop: Sequence[str] = ()
-    keep_special: Collection[int] = ()
+    keep_special: frozenset[int] = frozenset()
     _held: str = ""
     _decoder: codecs.IncrementalDecoder = field(
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -45,15 +45,26 @@ class Detokenizer:
 
     def push(self, token_ids: Sequence[int]) -> TextStep:
         """Adds tokens, in order."""
+        before = self._decoder.getstate() if self.stop else None
+        text = self._held + self._decoder.decode(self._bytes_of_all(token_ids))
+        if before is not None and any(stop in text for stop in self.stop):
+            self._decoder.setstate(before)
+            return self._push_to_stop(token_ids)
+        free = len(text) - self._possible_stop_length(text)
+        self._held = text[free:]
+        return TextStep(text[:free], len(token_ids))
+
+    def _push_to_stop(self, token_ids: Sequence[int]) -> TextStep:
+        """As :meth:`push`, token by token: which one completes a stop string is to be found."""
         certain = ""
         for index, token_id in enumerate(token_ids):
-            self._held += self._decode(token_id)
+            self._held += self._decoder.decode(self._bytes_of(token_id))
             hit = self._find_stop()
             if hit is not None:
                 start, stop = hit
                 text, self._held = certain + self._held[:start], ""
                 return TextStep(text, index + 1, stop)
-            free = len(self._held) - self._possible_stop_length()
+            free = len(self._held) - self._possible_stop_length(self._held)
             certain, self._held = certain + self._held[:free], self._held[free:]
         return TextStep(certain, len(token_ids))
 
@@ -63,10 +74,15 @@ class Detokenizer:
         text, self._held = self._held, ""
         return TextStep(text, 0)
 
-    def _decode(self, token_id: int) -> str:
+    def _bytes_of_all(self, token_ids: Sequence[int]) -> bytes:
+        if not self.keep_special or self.keep_special.isdisjoint(token_ids):
+            return self.model.bytes_of_all(token_ids)
+        return b"".join(map(self._bytes_of, token_ids))
+
+    def _bytes_of(self, token_id: int) -> bytes:
         if token_id in self.keep_special:
-            return self._decoder.decode((self.model.tokenizer.id_to_token(token_id) or "").encode())
-        return self._decoder.decode(self.model.bytes_of(token_id))
+            return (self.model.tokenizer.id_to_token(token_id) or "").encode()
+        return self.model.bytes_of(token_id)
 
     def _find_stop(self) -> tuple[int, str] | None:
         hits = [(self._held.find(stop), stop) for stop in self.stop if stop in self._held]
@@ -74,12 +90,12 @@ class Detokenizer:
             return None
         return min(hits, key=lambda hit: (hit[0] + len(hit[1]), hit[0]))
 
-    def _possible_stop_length(self) -> int:
-        """Length of the longest end of the held text that a stop string begins with."""
+    def _possible_stop_length(self, text: str) -> int:
+        """Length of the longest end of ``text`` that a stop string begins with."""
         longest = 0
         for stop in self.stop:
-            for length in range(min(len(stop) - 1, len(self._held)), longest, -1):
-                if self._held.endswith(stop[:length]):
+            for length in range(min(len(stop) - 1, len(text)), longest, -1):
+                if text.endswith(stop[:length]):
                     longest = length
                     break
         return longest

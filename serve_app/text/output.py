@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
@@ -49,7 +49,7 @@ async def read_output(
     events: TokenStream,
     text: TextModel,
     stop: Sequence[str],
-    keep_special: Collection[int] = (),
+    keep_special: frozenset[int] = frozenset(),
 ) -> AsyncIterator[OutputPiece]:
     """Pieces of one answer; closes ``events`` (which aborts the request) when a stop string or the reader ends it.
 

@@ -48,6 +48,14 @@ class TextModel:
         """The bytes an id stands for; empty for special tokens and unknown ids."""
         return self.token_bytes[token_id] if 0 <= token_id < len(self.token_bytes) else b""
 
+    def bytes_of_all(self, token_ids: Sequence[int]) -> bytes:
+        """The bytes that a model's tokens stand for, one after the other."""
+        table = self.token_bytes
+        try:
+            return b"".join([table[token_id] for token_id in token_ids])
+        except IndexError:  # an id that the model has and its tokenizer does not
+            return b"".join(map(self.bytes_of, token_ids))
+
 
 def load_text_model(folder: Path, chat_template_file: str = "") -> TextModel:
     """Reads tokenizer and template of a checkpoint; raises ModelLoadError naming what is missing or not understood."""

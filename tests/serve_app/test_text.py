@@ -58,6 +58,18 @@ def test_any_split_of_the_tokens_gives_the_same_text(text: str, stops: list[str]
         assert counted == len(text[: hit[1]].encode())
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    data=st.one_of(st.binary(max_size=24), st.text(alphabet="aé漢👩", max_size=8).map(str.encode)),
+    cuts=st.lists(st.integers(0, 40), max_size=6),
+)
+def test_any_split_of_any_bytes_gives_the_same_text(data: bytes, cuts: list[int]) -> None:
+    edges = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
+    decoder = Detokenizer(BYTES)
+    out = "".join(decoder.push(list(data[start:end])).text for start, end in pairwise(edges))
+    assert out + decoder.finish().text == data.decode(errors="replace")
+
+
 def test_what_could_become_a_stop_string_is_held_back() -> None:
     decoder = Detokenizer(BYTES, ["stop"])
     assert decoder.push(BYTES.encode("do not s")).text == "do not "
@@ -76,6 +88,12 @@ def test_special_tokens_are_left_out_unless_wanted() -> None:
     assert len(ids) == 3
     assert Detokenizer(BYTES).push(ids).text == "ab"
     assert Detokenizer(BYTES, keep_special=BYTES.special_ids).push(ids).text == "a<|im_end|>b"
+
+
+def test_ids_beyond_the_tokenizer_are_no_text() -> None:
+    ids = [ord("a"), len(BYTES.token_bytes) + 7, ord("b")]
+    assert Detokenizer(BYTES).push(ids).text == "ab"
+    assert Detokenizer(BYTES, keep_special=frozenset(ids[1:2])).push(ids).text == "ab"
 
 
 def sentence_piece_model() -> TextModel:

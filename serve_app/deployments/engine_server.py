@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import aclosing
 from typing import Any, cast
 
+from serve_app.deployments.callers import Callers
 from serve_app.deployments.protocol import Accepted, Refused, StreamItem
-from serve_app.deployments.trunk import Moved, OutgoingTrunk, PolledEvents, SeatPlace
+from serve_app.deployments.trunk import Moved, OutgoingTrunk, PolledEvents, SeatPlace, router_of
 from serve_app.policies.coalescing import CoalescingConfig, interval_s
 from worker.api import Engine, FinishReason, GenerateRequest, TokenEvent, WorkerSnapshot
 from worker.errors import EngineDead, InvalidRequest, Overloaded
@@ -27,6 +28,7 @@ class EngineServer:
         self._leaving: set[asyncio.Future[None]] = set()
         self._trunks: dict[str, OutgoingTrunk] = {}
         self._draining: asyncio.Future[int] | None = None
+        self._callers = Callers()
 
     async def generate(
         self, request: GenerateRequest, place: SeatPlace | None = None
@@ -42,6 +44,8 @@ class EngineServer:
             yield Refused(error, self._snapshot_if_alive())
             return
         self.num_streams += 1
+        if place is not None:
+            self._callers.took(router_of(place.trunk_id), request.request_id)
         try:
             yield Accepted(self.engine.snapshot())
             async for event in events:
@@ -62,6 +66,7 @@ class EngineServer:
                 await asyncio.sleep(self._interval_s())
         finally:
             self.num_streams -= 1
+            self._callers.ended(request.request_id)
             # Aborts the request if its end has not been read.
             await cast("Any", events).aclose()
 
@@ -75,6 +80,19 @@ class EngineServer:
         finally:
             del self._trunks[trunk_id]
             trunk.close()
+
+    def give_up_for(self, living: Collection[str], now_s: float) -> int:
+        """Ends what Routers asked for that are gone: Ray does not tell a worker. ``living``: all that there are, by a
+        push that every one of them took. Answers the number of requests."""
+        trunks = [(router_of(trunk_id), trunk) for trunk_id, trunk in self._trunks.items()]
+        gone = self._callers.gone(living, [router for router, _ in trunks], now_s)
+        for router, trunk in trunks:
+            if router in gone:
+                trunk.close()
+        requests = [request for router in gone for request in self._callers.requests_of(router)]
+        for request_id in requests:
+            self.engine.abort(request_id)
+        return len(requests)
 
     def _interval_s(self) -> float:
         return interval_s(self.num_streams, self._coalescing)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ray import serve
@@ -57,7 +57,7 @@ class PinnedCalls:
     def __init__(self, worker: DeploymentHandle[Any]) -> None:
         self._worker = worker.options(stream=True)
         self._plain = worker
-        self._trunks = Trunks(self._trunk)
+        self._trunks = Trunks(self._trunk, own_replica_id())
 
     def start(self, replica_id: str, request: GenerateRequest) -> SeatedStream:
         """Calls ``Worker.generate`` on that replica."""
@@ -149,6 +149,18 @@ def own_replica_id() -> str:
     return name
 
 
+NOBODY = ""
+"""Stands for answers that did not come in time, of receivers that there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """Who took a push: their answers, none if there was nobody to send to; ``by_all``: every one of them did."""
+
+    answers: tuple[Any, ...]
+    by_all: bool
+
+
 class Broadcast:
     """Calls one method on all replicas of a deployment of the own application."""
 
@@ -158,14 +170,16 @@ class Broadcast:
         self._timeout_s = timeout_s
         self._handle: DeploymentHandle[Any] | None = None
 
-    async def send(self, value: Any) -> bool:
-        """Sends ``value``; False if there was nobody to take it. Receivers that fail are no error: the next push
-        follows."""
+    async def send(self, value: Any) -> Heard:
+        """Sends ``value``. Receivers that fail are no error: the next push follows."""
         if self._handle is None:
             self._handle = serve.get_deployment_handle(self._deployment, serve.get_replica_context().app_name)
         response = self._handle.broadcast(self._method, value)
         try:
-            await response.results_async(timeout_s=self._timeout_s, return_exceptions=True)
-        except (DeploymentUnavailableError, TimeoutError):
-            return False
-        return True
+            results = await response.results_async(timeout_s=self._timeout_s, return_exceptions=True)
+        except DeploymentUnavailableError:
+            return Heard((), False)
+        except TimeoutError:
+            return Heard((NOBODY,), False)
+        answers = tuple(result for result in results if not isinstance(result, BaseException))
+        return Heard(answers or (NOBODY,), len(answers) == len(results))

@@ -58,6 +58,7 @@ class Router:
 
     async def __init__(self, args: RouterArgs, *workers: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
         configure_logging(args.log_level)
+        self._name = ray_hooks.own_replica_id()
         services = [_service(model, worker) for model, worker in zip(args.models, workers, strict=True)]
         self._backend = RouterBackend(services)
         keys = KeyRing(Path(args.api_keys_file)) if args.api_keys_file else None
@@ -74,9 +75,10 @@ class Router:
         if any(task.done() for task in self._housekeeping):
             raise RuntimeError("The router's housekeeping has stopped.")
 
-    async def report(self, report: WorkerReport) -> None:
-        """A worker's push."""
+    async def report(self, report: WorkerReport) -> str:
+        """A worker's push; the answer is this Router's name, by which the worker knows that it lives."""
         self._backend.report(report)
+        return self._name
 
 
 def _service(args: ModelArgs, worker: DeploymentHandle[Any]) -> ModelService:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import time
+import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,16 @@ GIVEN_UP = TokenEvent("", finish_reason=FinishReason.ABORT, error="the worker ga
 
 Entry = tuple[int, tuple[int, ...] | StreamItem, int]
 """Of a message: a seat, its new tokens (or, where there is more to say, the whole item) and how many there are now."""
+
+
+def new_trunk_id(router_id: str) -> str:
+    """An id that nothing had before, and that says whose trunk it is."""
+    return f"{router_id}/{uuid.uuid4().hex}"
+
+
+def router_of(trunk_id: str) -> str:
+    """The Router whose trunk it is."""
+    return trunk_id.rpartition("/")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +145,9 @@ class OutgoingTrunk:
         return seat
 
     async def messages(self) -> AsyncIterator[bytes]:
-        """The messages, for as long as somebody reads them. Whoever stops to read must :meth:`close`."""
+        """The messages, until it is closed. Whoever stops to read must :meth:`close`."""
         yield HELLO
-        while True:
+        while self._open:
             if not self._turns and not self._overdue:
                 self._taken.clear()
                 await self._taken.wait()
@@ -152,6 +163,7 @@ class OutgoingTrunk:
             seat.fail()
         self._turns.clear()
         self._overdue.clear()
+        self._taken.set()
 
     def _rest_s(self) -> float:
         return min(max(self._interval_s() / MESSAGES_PER_TURN, SHORTEST_REST_S), LONGEST_REST_S)

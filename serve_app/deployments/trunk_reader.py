@@ -9,12 +9,11 @@ import asyncio
 import contextvars
 import itertools
 import logging
-import uuid
 from collections.abc import Callable
 from typing import Protocol
 
 from serve_app.deployments.protocol import StreamItem
-from serve_app.deployments.trunk import Moved, SeatPlace, decode
+from serve_app.deployments.trunk import Moved, SeatPlace, decode, new_trunk_id
 from serve_app.http.errors import WorkerLost
 from worker.api import TokenEvent, merged_events
 
@@ -110,8 +109,8 @@ def _merged(items: list[StreamItem]) -> list[StreamItem]:
 class _Trunk:
     """One trunk's seats."""
 
-    def __init__(self, on_idle: Callable[[_Trunk], None]) -> None:
-        self.id = uuid.uuid4().hex
+    def __init__(self, trunk_id: str, on_idle: Callable[[_Trunk], None]) -> None:
+        self.id = trunk_id
         self.reading: asyncio.Task[None] | None = None
         self._numbers = itertools.count()
         self._seats: dict[int, Seat] = {}
@@ -147,10 +146,12 @@ class _Trunk:
 
 
 class Trunks:
-    """The trunks of one Router to all workers of a model. ``open_call(replica_id, trunk_id)`` opens one."""
+    """The trunks of one Router to all workers of a model. ``open_call(replica_id, trunk_id)`` opens one; workers give
+    up what ``router_id`` asked for when it is gone."""
 
-    def __init__(self, open_call: Callable[[str, str], TrunkCall]) -> None:
+    def __init__(self, open_call: Callable[[str, str], TrunkCall], router_id: str = "") -> None:
         self._open_call = open_call
+        self._router_id = router_id
         self._trunks: dict[str, _Trunk] = {}
         # Opened for a request but not part of it: a trunk must not end, as its calls do, when it is cancelled.
         self._home = contextvars.copy_context()
@@ -162,7 +163,9 @@ class Trunks:
         """A seat for a request at a worker; opens the trunk there if none is open."""
         trunk = self._trunks.get(replica_id)
         if trunk is None:
-            trunk = self._trunks[replica_id] = _Trunk(lambda idle: self._close(replica_id, idle))
+            trunk_id = new_trunk_id(self._router_id)
+            trunk = _Trunk(trunk_id, lambda idle: self._close(replica_id, idle))
+            self._trunks[replica_id] = trunk
             reading = self._home.copy().run(asyncio.create_task, self._read(replica_id, trunk))
             trunk.reading = reading
         return trunk.seat(request_id)

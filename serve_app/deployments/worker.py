@@ -119,8 +119,11 @@ class Worker:
                 key = _what_matters(snapshot)
                 if key == last_key and time.monotonic() - last_s < HEARTBEAT_S:
                     continue
-                if await routers.send(WorkerReport(replica_id, self._engine.model, snapshot)):
+                heard = await routers.send(WorkerReport(replica_id, self._engine.model, snapshot))
+                if heard.answers:
                     last_key, last_s = key, time.monotonic()
+                if heard.by_all and (left := self._server.give_up_for(heard.answers, last_s)):
+                    logger.warning("%d requests of a router that is gone were ended", left)
             except Exception:
                 logger.exception("a report could not be sent")
                 await asyncio.sleep(HEARTBEAT_S)

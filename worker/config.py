@@ -37,6 +37,8 @@ class WorkerConfig:
         host_tier_bytes: pinned host memory for evicted pages; 0: none.
         experts: ``resident`` or ``paged``.
         expert_bytes: with ``paged``, bytes for resident experts; 0: what is left over.
+        pass_tokens: with ``paged``, most tokens of a prefill pass that streams missing experts beside decode steps; 0:
+            as many as compute for as long as the link works (a GPU), or no passes (a CPU).
         host_store: with ``paged``, ``private`` host memory, or ``shared`` with the other replicas of this host.
         attention_backend: ``auto`` or a name from the registry.
         deterministic: outputs do not depend on batch, chunks, cache hits or retraction.
@@ -64,6 +66,7 @@ class WorkerConfig:
     host_tier_bytes: int = 0
     experts: str = "resident"
     expert_bytes: int = 0
+    pass_tokens: int = 0
     host_store: str = "private"
     attention_backend: str = "auto"
     deterministic: bool = False
@@ -110,6 +113,8 @@ class WorkerConfig:
         problems = []
         if self.expert_bytes and self.experts != "paged":
             problems.append(f"expert_bytes={self.expert_bytes} needs experts=paged")
+        if self.pass_tokens and self.experts != "paged":
+            problems.append(f"pass_tokens={self.pass_tokens} needs experts=paged")
         if self.host_store == "shared" and self.experts != "paged":
             problems.append("host_store=shared needs experts=paged")
         if self.host_tier_bytes and not self.prefix_cache:

@@ -28,7 +28,8 @@ FREE, BANNED = -1, -2
 
 class Lane(IntEnum):
     """How an expert of a step was had; rows of the counters. EVICTED counts places that lost an owner, RESCUED experts
-    that were copied from a banned place to a usable one (``memory.device.rescue``)."""
+    that were copied from a banned place to a usable one (``memory.device.rescue``), STAGED those that a prefill pass
+    copied into its ring."""
 
     HIT = 0
     TEE = 1
@@ -37,6 +38,7 @@ class Lane(IntEnum):
     PREFILL_IN_PLACE = 4
     EVICTED = 5
     RESCUED = 6
+    STAGED = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +233,10 @@ class Residency:
         """Host addresses by row * experts + expert; the last, unused entry stays 0."""
         return self._flat_host[flat]
 
+    def address_of(self, places: torch.Tensor) -> torch.Tensor:
+        """Addresses of ``places`` [n] int64."""
+        return self._base + places * self._place_bytes
+
     def worth(self, flat: torch.Tensor) -> torch.Tensor:
         """The policy's score of experts by row * experts + expert; callers mask what is below 0."""
         held = flat.clamp_min(0)
@@ -286,6 +292,14 @@ class Residency:
             Lane.EVICTED: evicted,
         }
         self.counts[: len(by_lane), row] += torch.stack([by_lane[lane].sum() for lane in by_lane])
+
+    def count_prefill(self, row: int, experts: torch.Tensor, staged: torch.Tensor) -> None:
+        """Enters a layer of a prefill pass: ``experts`` [tokens, experts_per_token] chosen, ``staged`` [experts] bool
+        read from its ring."""
+        chosen = self._distinct(experts, torch.ones_like(experts[:, 0], dtype=torch.bool)) & ~staged
+        there = self._places(row) < self.num_places
+        self.counts[Lane.PREFILL_HIT, row] += (chosen & there).sum()
+        self.counts[Lane.PREFILL_IN_PLACE, row] += (chosen & ~there).sum()
 
     def audit(self) -> list[str]:
         """What does not hold, between steps: addresses and owners must be a bijection, banned places without owner.

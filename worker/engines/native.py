@@ -31,6 +31,7 @@ from worker.scheduling.snapshots import take_snapshot
 from worker.scheduling.step import StepPlan, StepResult
 
 if TYPE_CHECKING:
+    from worker.experts.passes import PassSize
     from worker.experts.report import ExpertReport
 
 log = logging.getLogger(__name__)
@@ -102,7 +103,12 @@ class NativeEngine:
         pager = getattr(self._runner, "pager", None)
         self._experts = EngineExperts(pager, config, info, specs, arena_bytes) if pager is not None else None
         floor_places = self._experts.floor_places if self._experts is not None else 0
-        self._ledger = make_ledger(config, specs, arena_bytes, floor_places)
+        passes = getattr(self._runner, "passes", None)
+        chunk_tokens = 0
+        if passes is not None:
+            log.info("experts: %s", passes.line)
+            chunk_tokens = passes.tokens
+        self._ledger = make_ledger(config, specs, arena_bytes, floor_places, chunk_tokens)
         fitting = tokens_that_fit(self._ledger, info.max_model_len)
         if fitting < 2:
             self._runner.close()
@@ -113,7 +119,7 @@ class NativeEngine:
         self._runner.attach_memory(specs, arena_bytes)
         self._runner.capture_graphs()
         self._model = replace(info, max_model_len=fitting)
-        limits = _limits(config, info)
+        limits = _limits(config, info, passes)
         if grammars is None and info.folder:
             grammars = GrammarMatchers.for_folder(Path(info.folder), info.vocab_size, info.eos_token_ids)
         self._scheduler = Scheduler(self._ledger, limits, grammars=grammars)
@@ -366,7 +372,7 @@ def _arena_bytes(config: WorkerConfig, runner: Runner) -> int:
     return runner.measure_arena_bytes()
 
 
-def _limits(config: WorkerConfig, info: ModelInfo) -> Limits:
+def _limits(config: WorkerConfig, info: ModelInfo, passes: PassSize | None) -> Limits:
     return Limits(
         max_running=config.max_running,
         max_step_tokens=config.max_step_tokens,
@@ -375,4 +381,6 @@ def _limits(config: WorkerConfig, info: ModelInfo) -> Limits:
         deterministic=config.deterministic,
         prefix_cache=config.prefix_cache,
         seed=config.seed,
+        pass_tokens=passes.tokens if passes is not None else 0,
+        ring_places=passes.ring_places if passes is not None else 0,
     )

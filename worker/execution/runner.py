@@ -18,10 +18,12 @@ from worker.execution.batch import BatchBuilder, DeviceBatch
 from worker.execution.decode import DecodeSteps, batch_sizes, context_bounds
 from worker.execution.graphs import DecodeGraphs
 from worker.execution.loading import load_model
+from worker.execution.prefill_pass import PrefillPass
 from worker.execution.sampler import SampledRows, Sampler, SamplingStep
 from worker.execution.staging import fetch, make_uploads
 from worker.execution.timing import StepTimer
 from worker.experts.pager import ExpertPager
+from worker.experts.passes import PassFacts, PassSize, plan_passes
 from worker.layers.decoder import HiddenStates
 from worker.models.base import ExpertFactory
 from worker.models.paged import PagingFactory, paged_factory
@@ -40,6 +42,31 @@ class LaunchedStep:
     sampled: SampledRows | None
     corrupt: torch.Tensor | None
     timer: StepTimer
+
+
+class LaunchedPass:
+    """A prefill pass under way."""
+
+    def __init__(self, runner: ModelRunner, plan: StepPlan, layers: PrefillPass, timer: StepTimer) -> None:
+        self._runner = runner
+        self._plan = plan
+        self._layers = layers
+        self._timer = timer
+        self._ended: LaunchedStep | None = None
+
+    @torch.inference_mode()
+    def advance(self, seconds: float | None) -> bool:
+        """Launches about ``seconds`` of its layers, at least one; None: all that are left. True: that was the last."""
+        self._layers.advance(seconds)
+        if self._layers.is_done and self._ended is None:
+            self._ended = self._runner.end_pass(self._plan, self._layers, self._timer)
+        return self._ended is not None
+
+    def collect(self) -> StepResult:
+        """Waits for its end; RuntimeError before its last layer was launched."""
+        if self._ended is None:
+            raise RuntimeError(f"the pass of step {self._plan.step} has layers left")
+        return self._runner.collect(self._ended)
 
 
 class ModelRunner:
@@ -62,6 +89,7 @@ class ModelRunner:
         if isinstance(experts, PagingFactory):
             self.pager = experts.finish(loaded.device)
             self.page_specs += (expert_spec(EXPERT_GROUP, self.pager.host.place_bytes),)
+        self.passes = self._plan_passes()
         self._shapes = {g.name: g.attention for g in self._model.groups if g.attention is not None}
         self._backend = choose_backend(config, tuple(self._shapes.values()), self._device)
         self._last_tokens = torch.zeros(config.max_running, dtype=torch.int64, device=self._device)
@@ -72,6 +100,27 @@ class ModelRunner:
         self._arena: Arena | None = None
         self._builder: BatchBuilder | None = None
         self.graphs: DecodeGraphs | None = None
+
+    def _plan_passes(self) -> PassSize | None:
+        """How prompts are computed where experts are paged; None: in steps."""
+        if self.pager is None or (self._device.type == "cpu" and not self.config.pass_tokens):
+            return None
+        info, pager = self.model_info, self.pager
+        facts = PassFacts(
+            num_layers=len(pager.host.layers),
+            num_experts=pager.host.num_experts,
+            experts_per_token=info.experts_per_token,
+            place_bytes=pager.host.place_bytes,
+            resident_places=self.config.expert_bytes // pager.host.place_bytes,
+            hidden_size=self._model.decoder.hidden_size,
+            inner_size=pager.inner_size,
+        )
+        return plan_passes(facts, self.config.pass_tokens)
+
+    @property
+    def largest_chunk(self) -> int:
+        """Most tokens that are computed at once."""
+        return max(self.config.max_step_tokens, self.passes.tokens if self.passes is not None else 0)
 
     def attach_memory(self, specs: Sequence[PageSpec], arena_bytes: int) -> None:
         """Takes the arena. ``specs`` are ``page_specs``, perhaps joined by others that ride along."""
@@ -131,7 +180,11 @@ class ModelRunner:
         }
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Carries a step out and waits for it."""
+        """Carries a step, or a whole pass, out and waits for it."""
+        if plan.staged:
+            started = self.begin_pass(plan)
+            started.advance(None)
+            return started.collect()
         return self.collect(self.launch(plan))
 
     @torch.inference_mode()
@@ -153,6 +206,35 @@ class ModelRunner:
             logits = self._model.decoder.logits(hidden.final.index_select(0, batch.sample_index))
             sampled = self._sampler.draw(sampling, logits)
             self._last_tokens.index_copy_(0, batch.sample_slots, sampled.token_ids)
+        return self._launched(plan, sampled, timer)
+
+    @torch.inference_mode()
+    def begin_pass(self, plan: StepPlan) -> LaunchedPass:
+        """Starts a staged plan: its memory commands are carried out and its first layers' experts brought; its layers
+        run as :meth:`LaunchedPass.advance` says, steps launched meanwhile in between."""
+        assert self._builder is not None
+        timer = StepTimer(self._device)
+        self._apply(plan)
+        uploads = make_uploads(self._device)  # its own: those of steps are used again by the next step
+        uploads.begin()
+        batch = self._builder.build(plan, self._last_tokens, uploads)
+        ring = None if self.pager is None else self.pager.make_ring(plan.ring)
+        return LaunchedPass(self, plan, PrefillPass(self._model.decoder, batch, self.pager, ring), timer)
+
+    @torch.inference_mode()
+    def end_pass(self, plan: StepPlan, layers: PrefillPass, timer: StepTimer) -> LaunchedStep:
+        """All layers were launched: draws what the plan's rows sample."""
+        self._sampler.start(plan.started)
+        if self.pager is not None:
+            self.pager.end_step()
+        if not plan.samples.any():
+            return self._launched(plan, None, timer)
+        self._uploads.begin()
+        sampling = self._sampler.prepare(plan, self._uploads)
+        self._uploads.flush()
+        logits = self._model.decoder.logits(layers.hidden.index_select(0, layers.batch.sample_index))
+        sampled = self._sampler.draw(sampling, logits)
+        self._last_tokens.index_copy_(0, layers.batch.sample_slots, sampled.token_ids)
         return self._launched(plan, sampled, timer)
 
     def _launched(self, plan: StepPlan, sampled: SampledRows | None, timer: StepTimer) -> LaunchedStep:

@@ -36,7 +36,7 @@ def measure_arena_bytes(runner: ModelRunner) -> int:
     device = torch.device(runner.model_info.device)
     _collect_garbage()
     before, _ = torch.cuda.mem_get_info(device)
-    pages = SmallArena(runner.page_specs, runner.config.max_step_tokens)
+    pages = SmallArena(runner.page_specs, runner.largest_chunk)
     runner.attach_memory(runner.page_specs, pages.num_bytes)
     run_largest_steps(runner, pages)
     torch.cuda.synchronize(device)
@@ -117,7 +117,7 @@ class SmallArena:
 
 def run_largest_steps(runner: ModelRunner, pages: SmallArena) -> None:
     """A chunk beside decode rows, a chunk alone, and decode rows alone, with every sampling rule and greedily."""
-    most, rows = runner.config.max_step_tokens, runner.config.max_running
+    most, rows = runner.largest_chunk, runner.config.max_running
     beside = min(rows, most) - 1
     vocab_size = runner.model_info.vocab_size
     lengths = [[1] * beside + [most - beside], [most], [1] * min(rows, most)]

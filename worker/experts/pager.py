@@ -10,7 +10,7 @@ import torch
 
 from kernels.experts import BlockFormat, run_experts
 from kernels.pointwise import GatedActivation
-from memory.api import StepCommands
+from memory.api import PlaceRange, StepCommands
 from memory.device.commands import encode_places
 from memory.device.host_experts import HostExperts
 from memory.device.place_cap import PlaceCap
@@ -19,6 +19,7 @@ from memory.device.residency import Residency, ResidencyRules
 from memory.device.residency_check import ResidencyCheck
 from worker.errors import ConfigError, EngineDead
 from worker.execution.staging import Uploads
+from worker.experts.pass_ring import PassRing
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,9 @@ class ExpertPager:
         self._num_stamping = torch.zeros((), dtype=torch.int64)
         self._token = torch.zeros(0, dtype=torch.int64)
         self._still = False
+        self._ring: PassRing | None = None
+        self.inner_size = 0
+        """of the widest expert; entered as layers are read"""
 
     @property
     def residency(self) -> Residency:
@@ -125,6 +129,8 @@ class ExpertPager:
         """One layer, the tee lane: misses are computed from host memory, stored where they get a place, and published
         behind the layer's combine."""
         residency = self.residency
+        if self._ring is not None:
+            return self._run_pass(self._ring, row, x, weights, experts, where, inner, activation)
         if len(self._token) < len(x):
             self._token = torch.arange(2 * len(x), device=x.device)
         stamping = self._token[: len(x)] < self._num_stamping
@@ -144,6 +150,37 @@ class ExpertPager:
             return out
         residency.publish(row)
         return out
+
+    def _run_pass(
+        self,
+        ring: PassRing,
+        row: int,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        experts: torch.Tensor,
+        where: BlockFormat,
+        inner: int,
+        activation: GatedActivation,
+    ) -> torch.Tensor:
+        """One layer of a prefill pass: nothing is stamped, nothing takes a place."""
+        table, same_path = ring.table(row), self.options.deterministic
+        ring.count(row, experts)
+        out = run_experts(x, weights, experts, table, where, inner, activation, None, same_path)
+        ring.done(row)
+        return out
+
+    def make_ring(self, ring: PlaceRange | None) -> PassRing:
+        """The staging of a prefill pass that begins now, through places that the ledger has banned for it."""
+        return PassRing(self.residency, self.host.block_bytes, ring)
+
+    @contextmanager
+    def passing(self, ring: PassRing) -> Iterator[None]:
+        """Within it layers are those of the prefill pass that ``ring`` serves."""
+        self._ring = ring
+        try:
+            yield
+        finally:
+            self._ring = None
 
     @contextmanager
     def standing_still(self) -> Iterator[None]:
@@ -181,6 +218,7 @@ class PagedExperts:
     def __init__(
         self, pager: ExpertPager, layer: int, where: BlockFormat, inner: int, activation: GatedActivation
     ) -> None:
+        pager.inner_size = max(pager.inner_size, inner)
         self._pager = pager
         self._row = pager.host.row(layer)
         self._where, self._inner, self._activation = where, inner, activation

@@ -70,6 +70,16 @@ class Decoder:
         self._rope = rope
         self._eps = eps
 
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self._layers)
+
+    @property
+    def hidden_size(self) -> int:
+        """Values of the residual stream per token."""
+        return self._embedding.shape[1]
+
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[tokens] int64 to [tokens, H]."""
         return self._embedding.index_select(0, token_ids)

@@ -12,10 +12,15 @@ from worker.config import WorkerConfig
 
 
 def make_ledger(
-    config: WorkerConfig, specs: Sequence[PageSpec], arena_bytes: int, floor_places: int = 0
+    config: WorkerConfig,
+    specs: Sequence[PageSpec],
+    arena_bytes: int,
+    floor_places: int = 0,
+    chunk_tokens: int = 0,
 ) -> ArenaLedger:
     """The ledger of one worker over ``arena_bytes`` bytes: one arena, or fixed shares with ``memory_mode=split``.
-    ``floor_places``: expert places that requests' pages never take."""
+    ``floor_places``: expert places that requests' pages never take. ``chunk_tokens``: most tokens of one request
+    computed at once, where that is more than a step's."""
     tree = host_tier = None
     if config.prefix_cache:
         rules = {s.name: GroupRule(s.kind, s.page_tokens, s.page_bytes, s.window) for s in specs}
@@ -29,7 +34,7 @@ def make_ledger(
         floor_places=floor_places,
         mode=config.memory_mode,
         split_ratio=config.split_ratio,
-        max_chunk_tokens=config.max_step_tokens,
+        max_chunk_tokens=max(config.max_step_tokens, chunk_tokens),
         prefix_tree=tree,
         host_tier=host_tier,
     )

@@ -23,6 +23,10 @@ class Limits:
         checkpoint_tokens: how far apart a row is offered to the prefix cache at least, besides the prompt's end, which
             always is.
         seed: of requests that name none.
+        pass_tokens: most tokens of a prefill pass, which waiting prompts share and which runs beside decode steps; 0:
+            prompts are computed in steps.
+        mixed_tokens: with passes, chunks of no more tokens than this in all are computed beside decode rows.
+        ring_places: expert places that a pass streams missing experts through, where the gap has them.
     """
 
     max_running: int
@@ -33,6 +37,9 @@ class Limits:
     prefix_cache: bool = True
     checkpoint_tokens: int = 1024
     seed: int = 0
+    pass_tokens: int = 0
+    mixed_tokens: int = 8
+    ring_places: int = 0
 
     def __post_init__(self) -> None:
         if self.deterministic and self.max_step_tokens <= CHECKPOINT_TOKENS:

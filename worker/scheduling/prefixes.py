@@ -78,7 +78,8 @@ class PrefixPolicy:
         if not self._limits.prefix_cache:
             return
         rows = self._rows
-        due = (rows.requests >= 0) & ~rows.leaving & (rows.next_checkpoint > 0)
+        # The pages of a pass in flight are not written yet.
+        due = (rows.requests >= 0) & ~rows.leaving & ~rows.held & (rows.next_checkpoint > 0)
         due &= rows.num_computed >= rows.next_checkpoint
         if self._bundled:
             due &= rows.num_computed % self._align == 0  # a state can be kept only where it is now

@@ -39,6 +39,8 @@ class RowTable:
         self.steps_in_flight = ints()
         self.samples_in_flight = ints()
         self.leaving = flags()
+        self.held = flags()
+        """rows of the prefill pass in flight"""
         self.certain = flags()
         self.has_grammar = flags()
         self.heeds_eos = flags()
@@ -98,7 +100,7 @@ class RowTable:
         self.capacity[slot] = capacity
         self.last_token[slot] = request.prefill[-1]
         self.steps_in_flight[slot] = self.samples_in_flight[slot] = 0
-        self.leaving[slot] = False
+        self.leaving[slot] = self.held[slot] = False
         self.heeds_eos[slot] = not sampling.ignore_eos
         self.certain[slot] = request.ends_at_limit
         self.has_grammar[slot] = request.asked.grammar is not None
@@ -122,7 +124,7 @@ class RowTable:
         request = self.occupant(slot)
         self._occupants[slot] = None
         self.requests[slot] = FREE
-        self.leaving[slot] = False
+        self.leaving[slot] = self.held[slot] = False
         self._free.append(slot)
         return request
 
@@ -147,7 +149,7 @@ class RowTable:
 
     def runnable(self) -> IntArray:
         """Slots that have something to compute now, ascending."""
-        ready: npt.NDArray[np.bool_] = (self.requests != FREE) & ~self.leaving
+        ready: npt.NDArray[np.bool_] = (self.requests != FREE) & ~self.leaving & ~self.held
         # At the limit nothing is left to sample; the row only waits for its last token to be applied.
         ready &= self.num_known < self.max_total
         # The mask of a row bound by a grammar is known when its last token is.

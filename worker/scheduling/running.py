@@ -95,7 +95,9 @@ class RunningSet:
     def _choose_victim(self, missing_bytes: int) -> int | None:
         """The slot of the row to send back; None if only one is left."""
         rows = self.rows
-        slots = {int(rows.requests[slot]): slot for slot in rows.taken().tolist() if not rows.leaving[slot]}
+        # A pass in flight keeps its rows: its bytes have come over the link for them.
+        staying = ~(rows.leaving | rows.held)
+        slots = {int(rows.requests[slot]): slot for slot in rows.taken().tolist() if staying[slot]}
         if len(slots) < 2:
             return None
         candidates = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from worker.scheduling.applying import Applier
 from worker.scheduling.budget import ChunkRule, StepBudget, choose_decode_rows
 from worker.scheduling.grammars import Grammars
 from worker.scheduling.limits import Limits
+from worker.scheduling.passes import PassKeeper
 from worker.scheduling.planning import PlanBuilder
 from worker.scheduling.prefixes import PrefixPolicy
 from worker.scheduling.request import Request, Status
@@ -71,6 +73,7 @@ class Scheduler:
         self._cursor = -1
         self._whole_asks = all(spec.kind is not PageKind.WINDOW for spec in ledger.specs.values())
         self._prefixes = PrefixPolicy(self.running, limits)
+        self._passes = PassKeeper(ledger, self.rows, limits.ring_places)
         self._rule = ChunkRule(self._prefixes.chunk_align, limits.deterministic)
         self._builder = PlanBuilder(self.running, grammars)
         self._applier = Applier(self.running, self.statistics, grammars, clock, self._ended)
@@ -175,22 +178,40 @@ class Scheduler:
             one |= self.rows.num_computed[slots] >= self.rows.num_prompt[slots]
         prefill = slots[~one]
         most = self.limits.max_step_tokens
-        kept = self._rule.kept_tokens(most) if len(prefill) or self._may_admit(step) else 0
+        by_pass = self.limits.pass_tokens > 0
+        waits = len(prefill) > 0 or self._may_admit(step)
+        kept = (
+            min(self._rule.kept_tokens(most), self.limits.mixed_tokens if by_pass else most) if waits else 0
+        )
         decode, self._cursor = choose_decode_rows(slots[one], max(1, most - kept), self._cursor)
         decode = self._with_room(decode)
-        budget = StepBudget(most - len(decode), self.limits.max_running - len(decode))
-        chunks = self._choose_chunks(prefill, budget)
-        started = self._admit(step, budget)
+        chunks: list[tuple[int, int]] = []
+        started: list[tuple[int, int]] = []
+        if not self._passes.is_open:
+            room = self.limits.pass_tokens if by_pass else most - len(decode)
+            budget = StepBudget(room, self.limits.max_running - len(decode))
+            chunks = self._choose_chunks(prefill, budget)
+            started = self._admit(step, budget)
         # A row chosen early may have been sent back for a later one.
         decode = decode[(self.rows.requests[decode] >= 0) & ~self.rows.leaving[decode]]
         chunks = [(slot, length) for slot, length in chunks if self._stays(slot)] + started
-        return self._builder.build(step, decode, chunks, [slot for slot, _ in started])
+        fresh = [slot for slot, _ in started]
+        if by_pass and sum(length for _, length in chunks) > self.limits.mixed_tokens:
+            return self._build_pass(step, chunks, fresh)
+        return self._builder.build(step, decode, chunks, fresh)
+
+    def _build_pass(self, step: int, chunks: list[tuple[int, int]], fresh: list[int]) -> StepPlan:
+        """The chunks as a pass of their own; decode rows go on with the steps behind it."""
+        plan = self._builder.build(step, np.zeros(0, dtype=np.int64), chunks, fresh)
+        return replace(plan, staged=True, ring=self._passes.open(plan.slots))
 
     def _stays(self, slot: int) -> bool:
         return bool(self.rows.requests[slot] >= 0 and not self.rows.leaving[slot])
 
     def apply(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
         """Takes a step's tokens in; answers an event for each row that got some or ended."""
+        if plan.staged:
+            self._passes.close(plan)
         return self._applier.apply(plan, result)
 
     def _with_room(self, slots: IntArray) -> IntArray:

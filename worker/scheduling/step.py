@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from memory.api import StepCommands
+from memory.api import PlaceRange, StepCommands
 from worker.api import SamplingParams, TokenLogprobs
 
 IntArray = npt.NDArray[np.int64]
@@ -64,6 +64,9 @@ class StepPlan:
         started: rows whose slot begins with this step.
         token_masks: row -> int32 bit mask over the vocabulary (bit set: allowed), for rows bound by a grammar.
         commands: what memory must do ahead of the step.
+        staged: a prefill pass: chunks of prompts alone, which the runner carries out layer by layer while the steps
+            planned behind it run. Nobody else touches its rows' pages meanwhile.
+        ring: the expert places through which the pass streams what is not resident; None: it is read in place.
     """
 
     step: int
@@ -78,6 +81,8 @@ class StepPlan:
     commands: StepCommands
     started: tuple[StartedRow, ...] = ()
     token_masks: Mapping[int, npt.NDArray[np.int32]] = field(default_factory=dict)
+    staged: bool = False
+    ring: PlaceRange | None = None
 
     @property
     def num_rows(self) -> int:

@@ -1,0 +1,183 @@
+"""Prefill under paging: shared passes through a ring, decode steps in between, and the bits of residency."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from memory.device.residency import Lane
+from tests.helpers.paging import replay_steps, same_results
+from tests.helpers.quantized import converted_folder
+from worker.api import GenerateRequest, SamplingParams
+from worker.config import WorkerConfig
+from worker.engines.native import NativeEngine
+from worker.execution.prefill_pass import LayerPace
+from worker.execution.runner import ModelRunner
+from worker.experts.passes import PassFacts, plan_passes
+from worker.models.paged import table_experts
+from worker.scheduling.recording import RecordedStep
+
+ARENA = 1 << 21
+PASS = 160
+
+
+def settings(format: str = "int4", **options: int | bool) -> WorkerConfig:
+    base = WorkerConfig(
+        model=str(converted_folder("qwen3_5_moe", format)),
+        device="cpu",
+        arena_bytes=ARENA,
+        num_threads=1,
+        experts="paged",
+        pass_tokens=PASS,
+        max_step_tokens=32,
+    )
+    return replace(base, **options)  # type: ignore[arg-type]
+
+
+def serve(
+    config: WorkerConfig, prompts: Sequence[Sequence[int]], tokens: int = 24
+) -> tuple[list[RecordedStep], NativeEngine]:
+    """Two streams begin; when they have tokens, ``prompts`` come at once. Answers the steps in order of their ends."""
+    steps: list[RecordedStep] = []
+    engine = NativeEngine(config, audit=True, record=lambda p, r: steps.append(RecordedStep(p, r)))
+
+    async def one(name: str, prompt: Sequence[int], many: int, started: asyncio.Event | None = None) -> None:
+        sampling = SamplingParams(
+            max_tokens=many, temperature=0.7, seed=len(prompt), logprobs=3, ignore_eos=True
+        )
+        engine.submit(GenerateRequest(name, tuple(prompt), sampling))
+        async for event in engine.stream(name):
+            if started is not None and event.num_generated >= 3:
+                started.set()
+
+    async def every() -> None:
+        started = asyncio.Event()
+        streams = [
+            asyncio.create_task(one(f"s{n}", range(20 + n, 28 + n), tokens, started)) for n in range(2)
+        ]
+        await started.wait()
+        await asyncio.gather(*streams, *(one(f"p{n}", p, 4) for n, p in enumerate(prompts)))
+
+    try:
+        asyncio.run(every())
+    finally:
+        engine.close()
+    return steps, engine
+
+
+def long_prompts(count: int, length: int = 90) -> list[list[int]]:
+    return [[(n * 37 + i * 11) % 230 + 20 for i in range(length + 3 * n)] for n in range(count)]
+
+
+@pytest.mark.parametrize("format", ["unquantized", "fp8_block", "int4", "mxfp4"])
+def test_passes_give_the_bits_of_residency(format: str) -> None:
+    config = settings(format)
+    steps, _ = serve(config, long_prompts(3))
+    passes = [step for step in steps if step.plan.staged]
+    assert passes
+    assert all(step.plan.num_tokens <= PASS for step in passes)
+    assert max(step.plan.num_rows for step in passes) >= 2, "no two prompts shared a pass"
+    ordered = sorted(steps, key=lambda step: step.plan.step)
+    resident = ModelRunner(replace(config, experts="resident", pass_tokens=0), table_experts)
+    want = replay_steps(resident, ordered, ARENA)
+    assert same_results(want, [step.result for step in ordered])
+
+
+def test_running_streams_go_on_while_a_pass_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LayerPace, "layers", lambda *_: 1)
+    steps, _ = serve(settings(), long_prompts(3))
+    ends = [step.plan.step for step in steps]
+    for at, step in enumerate(steps):
+        if step.plan.staged and step.plan.step > 2:
+            beside = [n for n in ends[:at] if n > step.plan.step]
+            if beside:
+                break
+    else:
+        pytest.fail("no decode step ended while a pass was under way")
+    decoded = [s for s in steps if s.plan.step in beside]
+    assert all(not s.plan.staged and (s.plan.query_len == 1).all() for s in decoded if s.plan.num_rows)
+    assert len(beside) >= 2, "a pass of four layers let fewer steps through"
+
+
+def test_the_ring_brings_what_is_missing_and_is_given_back() -> None:
+    steps, engine = serve(settings(expert_bytes=0), long_prompts(2))
+    rings = [step.plan.ring for step in steps if step.plan.staged]
+    assert all(ring is not None for ring in rings)
+    pager = engine._runner.pager  # type: ignore[attr-defined]
+    counts = pager.residency.counts.sum(1)
+    assert counts[Lane.STAGED] > 0
+    assert pager.residency.audit() == []
+    usable: set[int] = set()
+    held: dict[int, set[int]] = {}
+    ended_at = {step.plan.step: at for at, step in enumerate(steps)}
+    for step in sorted(steps, key=lambda step: step.plan.step):
+        commands = step.plan.commands
+        usable -= {place for entry in commands.ban for place in range(entry.first, entry.last)}
+        usable |= {place for entry in commands.allow for place in range(entry.first, entry.last)}
+        if step.plan.ring is not None:
+            held[step.plan.step] = set(range(step.plan.ring.first, step.plan.ring.last))
+        for number, ring in held.items():
+            if ended_at[step.plan.step] <= ended_at[number]:
+                assert not ring & usable, "experts own places of a ring in use"
+    assert held
+    assert all(ring <= usable for ring in held.values()), "a ring was not given back"
+
+
+def test_few_tokens_of_a_prompt_are_computed_beside_the_streams() -> None:
+    steps, _ = serve(settings(), [[40, 41, 42, 43, 44]])
+    late = [step for step in steps if step.plan.started and step.plan.step > 3]
+    assert late
+    assert not any(step.plan.staged for step in late)
+
+
+def test_passes_work_with_prefix_hits_and_retractions() -> None:
+    """A memory that holds about two of the prompts, asked twice: hits, retractions, passes, and everybody ends."""
+    config = settings(arena_bytes=700_000, expert_bytes=24576 * 2)
+    prompts = long_prompts(3, 120)
+    steps, engine = serve(config, [*prompts, *prompts], tokens=60)
+    assert any(step.plan.staged for step in steps)
+    started = [row for step in steps for row in step.plan.started]
+    assert len({row.request for row in started}) == 8
+    assert engine.snapshot().num_retractions > 0 or engine.snapshot().cached_tokens > 0
+    ordered = sorted(steps, key=lambda step: step.plan.step)
+    resident = ModelRunner(replace(config, experts="resident", pass_tokens=0, expert_bytes=0), table_experts)
+    want = replay_steps(resident, ordered, config.arena_bytes)
+    assert same_results(want, [step.result for step in ordered])
+
+
+def test_an_abort_takes_effect_when_the_pass_has_ended() -> None:
+    engine = NativeEngine(settings(), audit=True)
+
+    async def leave() -> None:
+        sampling = SamplingParams(max_tokens=4, ignore_eos=True)
+        engine.submit(GenerateRequest("gone", tuple(range(20, 160)), sampling))
+        engine.abort("gone")
+        engine.submit(GenerateRequest("stays", tuple(range(30, 160)), sampling))
+        last = [event async for event in engine.stream("stays")][-1]
+        assert last.num_generated == 4
+
+    try:
+        asyncio.run(leave())
+        engine._ledger.audit()
+        assert engine.snapshot().num_running == 0
+    finally:
+        engine.close()
+
+
+def test_the_size_of_a_pass_is_the_links() -> None:
+    """Qwen3-30B-A3B in FP8 with 40 of 128 experts of each layer resident, 50 GB/s, 300 TFLOP/s: 4,224 experts of
+    4.72 MB take 0.4 s, in which 33,000 tokens are computed; the activations' bound is what holds."""
+    facts = PassFacts(48, 128, 8, 4_720_128, 48 * 40, 2048, 768)
+    size = plan_passes(facts)
+    transfer_s = 48 * 88 * 4_720_128 / 50e9
+    priced = transfer_s * 300e12 / (6 * 48 * 8 * 2048 * 768)
+    assert f"{int(priced) + 1} would compute" in size.line
+    assert size.tokens == (2 << 30) // facts.token_bytes
+    assert size.ring_places == 2 * 88
+    assert plan_passes(facts, activation_bytes=1 << 40).tokens == int(priced) + 1
+    assert plan_passes(facts, tokens=500).tokens == 500
+    everything = PassFacts(48, 128, 8, 4_720_128, 48 * 128, 2048, 768)
+    assert plan_passes(everything).ring_places == 0

@@ -1,0 +1,58 @@
+"""Streams the experts that a prefill pass lacks through a ring of places, a layer's worth ahead of the computation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kernels.experts import copy_blocks
+from memory.api import PlaceRange
+from memory.device.residency import Lane, Residency
+
+
+class PassRing:
+    """Two halves of a ring: one is read by the layer being computed, the other is filled for the next.
+
+    Which experts are missing is decided on the device when a half is filled. Decode steps between two layers may take
+    an expert in or let it go; the tables are looked up again when the layer is computed, and only what the ring holds
+    is read from there. What does not fit is read where it is. The ring is banned: no expert owns its places.
+    """
+
+    def __init__(self, residency: Residency, block_bytes: Sequence[int], ring: PlaceRange | None) -> None:
+        """``block_bytes`` per row; without a ``ring`` everything missing is read where it is. Begins with the first two
+        layers."""
+        self._residency = residency
+        self._block_bytes = tuple(block_bytes)
+        size = 0 if ring is None else (ring.last - ring.first) // 2
+        first = 0 if ring is None else ring.first
+        self._halves = (range(first, first + size), range(first + size, first + 2 * size))
+        experts = residency.address.shape[1]
+        self._held = torch.zeros(2, experts, dtype=torch.int64, device=residency.address.device)
+        for row in range(min(2, len(self._block_bytes))):
+            self._fill(row)
+
+    def _fill(self, row: int) -> None:
+        half = self._halves[row % 2]
+        missing = ~self._residency.resident[row]
+        rank = missing.cumsum(0) - 1
+        copied = missing & (rank < len(half))
+        targets = torch.where(copied, self._residency.address_of(half.start + rank), 0)
+        if len(half):
+            copy_blocks(self._residency.address[row], targets, self._block_bytes[row])
+        self._held[row % 2] = targets
+        self._residency.counts[Lane.STAGED, row] += copied.sum()
+
+    def table(self, row: int) -> torch.Tensor:
+        """[experts] int64: where the layer's experts are to be read now."""
+        held = self._held[row % 2]
+        return torch.where(held > 0, held, self._residency.address[row])
+
+    def count(self, row: int, experts: torch.Tensor) -> None:
+        """Enters the layer's chosen ``experts`` [tokens, experts_per_token] into the counters."""
+        self._residency.count_prefill(row, experts, self._held[row % 2] > 0)
+
+    def done(self, row: int) -> None:
+        """The layer was computed: its half is filled for the layer after the next."""
+        if row + 2 < len(self._block_bytes):
+            self._fill(row + 2)

@@ -1,0 +1,90 @@
+"""How large a prefill pass and its ring are: a pass must compute for as long as the link brings what is missing.
+
+Any chunk of some hundred tokens touches nearly every expert, so a pass costs the same bytes whatever its size is: those
+of all experts that have no place. Prompts that wait share one. With T tokens it computes for ``T x flops per token /
+rate``, and the link works for ``missing bytes / link``; T is where the first is no shorter than the second.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+PASS_FLOPS_PER_S = 300e12
+"""What a prefill of a mixture of experts is taken to reach on the GPU."""
+PASS_LINK_BYTES_PER_S = 50e9
+ACTIVATION_BYTES = 2 << 30
+"""Most bytes that the activations of a pass may take."""
+LEAST_RING_PLACES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class PassFacts:
+    """What a pass depends on.
+
+    Attributes:
+        num_layers, num_experts, experts_per_token: layers with routed experts; experts of each; how many a token takes.
+        place_bytes: of an expert.
+        resident_places: experts that may be counted on to be resident, over all layers.
+        hidden_size, inner_size: of an expert: what goes in and comes out, and what lies between.
+        value_bytes: of an activation.
+    """
+
+    num_layers: int
+    num_experts: int
+    experts_per_token: int
+    place_bytes: int
+    resident_places: int
+    hidden_size: int
+    inner_size: int
+    value_bytes: int = 2
+
+    @property
+    def missing(self) -> int:
+        """Experts that a pass must bring."""
+        return max(0, self.num_layers * self.num_experts - self.resident_places)
+
+    @property
+    def token_flops(self) -> float:
+        """Of a token's routed experts: three products of two FLOPs a weight. The rest is left out, so a pass is rather
+        too long than too short."""
+        return 6.0 * self.num_layers * self.experts_per_token * self.hidden_size * self.inner_size
+
+    @property
+    def token_bytes(self) -> int:
+        """Activations of a token: stream, normed, query, key, value and output, and a layer's expert outputs."""
+        per_expert = self.hidden_size + 3 * self.inner_size
+        return self.value_bytes * (10 * self.hidden_size + self.experts_per_token * per_expert)
+
+
+@dataclass(frozen=True, slots=True)
+class PassSize:
+    """``tokens`` of a pass at most; ``ring_places`` of its ring at most; ``line``: the sizes in words."""
+
+    tokens: int
+    ring_places: int
+    line: str
+
+
+def plan_passes(
+    facts: PassFacts,
+    tokens: int = 0,
+    link_bytes_per_s: float = PASS_LINK_BYTES_PER_S,
+    flops_per_s: float = PASS_FLOPS_PER_S,
+    activation_bytes: int = ACTIVATION_BYTES,
+) -> PassSize:
+    """The size of passes; ``tokens`` above 0 settles it. A ring holds what two layers lack: one half is read while the
+    other is filled."""
+    transfer_s = facts.missing * facts.place_bytes / link_bytes_per_s
+    priced = ceil(transfer_s * flops_per_s / facts.token_flops)
+    most = max(1, activation_bytes // facts.token_bytes)
+    size = tokens or max(64, min(priced, most))
+    lacking = ceil(facts.missing / facts.num_layers)
+    ring = min(2 * facts.num_experts, max(LEAST_RING_PLACES, 2 * lacking)) if lacking else 0
+    how = "as asked" if tokens else f"{priced} would compute as long as the link works, {most} fit the memory"
+    return PassSize(
+        size,
+        ring,
+        f"prefill passes of up to {size} tokens ({how}); {facts.missing} experts to bring: {transfer_s * 1e3:.0f} ms"
+        f" at {link_bytes_per_s / 1e9:.0f} GB/s; a ring of {ring} places",
+    )

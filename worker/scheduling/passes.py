@@ -1,0 +1,72 @@
+"""Keeps what a prefill pass needs while it is in flight: its rows held, their pages pinned, its ring of places.
+
+A pass computes chunks of prompts layer by layer while decode steps are planned and run behind it. Pinned pages neither
+move nor are used again, so steps behind it may end before it does; held rows are planned no further until it has ended.
+"""
+
+from __future__ import annotations
+
+from memory.api import Ledger, PageKind, PlaceRange
+from memory.ledger.ledger import ArenaLedger
+from worker.scheduling.rows import RowTable
+from worker.scheduling.step import IntArray, StepPlan
+
+LEAST_RING_PLACES = 8
+"""With fewer, copies of single experts wait for each other; missing experts are read in place then."""
+RING_SHARE = 0.5
+"""Of the gap, at most: what bands may want meanwhile stays free."""
+
+
+class PassKeeper:
+    """One pass at a time; belongs to the scheduler.
+
+    Args:
+        ring_places: places of a ring where the gap has them; 0: no ring.
+    """
+
+    def __init__(self, ledger: Ledger, rows: RowTable, ring_places: int) -> None:
+        self._ledger = ledger
+        self._rows = rows
+        self._ring_places = ring_places
+        self._pins: list[int] = []
+        self._ring: PlaceRange | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a pass is in flight."""
+        return bool(self._pins)
+
+    def open(self, slots: IntArray) -> PlaceRange | None:
+        """A pass of these rows is being planned, in the open step; answers its ring."""
+        if self.is_open:
+            raise RuntimeError("a prefill pass is in flight already")
+        self._rows.held[slots] = True
+        self._pins = [self._ledger.pin(int(number)) for number in self._rows.requests[slots]]
+        self._ring = self._take_ring()
+        return self._ring
+
+    def close(self, plan: StepPlan) -> None:
+        """The pass has ended; its result is about to be applied."""
+        self._rows.held[plan.slots] = False
+        for pin in self._pins:
+            self._ledger.unpin(pin)
+        self._pins = []
+        if self._ring is not None and isinstance(self._ledger, ArenaLedger):
+            self._ledger.return_ring(self._ring)
+        self._ring = None
+
+    def _take_ring(self) -> PlaceRange | None:
+        ledger = self._ledger
+        if not isinstance(ledger, ArenaLedger):
+            return None
+        place_bytes = max((s.page_bytes for s in ledger.specs.values() if s.kind is PageKind.EXPERT), default=0)
+        if not place_bytes:
+            return None
+        most = int(RING_SHARE * ledger.headroom().gap_bytes / place_bytes)
+        num_places = min(self._ring_places, most) // 2 * 2  # two halves
+        while num_places >= LEAST_RING_PLACES:
+            ring = ledger.take_ring(num_places)
+            if ring is not None:
+                return ring
+            num_places = num_places // 4 * 2
+        return None

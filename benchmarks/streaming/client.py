@@ -1,8 +1,8 @@
 """Holds many token streams open at once, counts what arrives and when, and tells nothing else apart.
 
-Every stream asks for so many tokens, and is followed by another one on the same connection slot. Tokens are letters,
-so a message's tokens are the characters of its text. Nothing is parsed as JSON: the client shares the machine with
-what it measures.
+Every stream asks for so many tokens, and is followed by another one in its place. The first ones are of all lengths, so
+that from then on streams begin and end evenly. Tokens are letters, so a message's tokens are the characters of its
+text. Nothing is parsed as JSON: the client shares the machine with what it measures.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+STILL_S = 2.0
+"""A stream that brings nothing for so long has failed."""
 TEXT_MARK = b'"text":"'
 EVENT_END = b"\n\n"
 
@@ -61,6 +63,10 @@ class _Stream(asyncio.Protocol):
         self._last_s = 0.0
         self.num_tokens = 0
 
+    def still_s(self, now_s: float) -> float:
+        """For how long nothing has come."""
+        return now_s - max(self._asked_s, self._last_s)
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._asked_s = time.monotonic()
@@ -99,13 +105,18 @@ class _Stream(asyncio.Protocol):
             self._ended.set_result(self.num_tokens)
 
 
-def request_bytes(load: Load) -> bytes:
+def first_length(load: Load, number: int) -> int:
+    """Tokens of the first stream in place ``number``."""
+    return max(1, load.tokens_per_stream * (number + 1) // load.num_streams)
+
+
+def request_bytes(num_tokens: int) -> bytes:
     """A streamed completion over HTTP/1.1."""
     body = json.dumps(
         {
             "model": "paced",
             "prompt": "Say letters.",
-            "max_tokens": load.tokens_per_stream,
+            "max_tokens": num_tokens,
             "stream": True,
             "temperature": 0,
         }
@@ -117,23 +128,24 @@ def request_bytes(load: Load) -> bytes:
     return head.encode() + body
 
 
-async def _keep_streaming(
-    load: Load, delay_s: float, window: tuple[float, float], measured: Measured
-) -> None:
-    await asyncio.sleep(delay_s)
+async def _keep_streaming(load: Load, number: int, window: tuple[float, float], measured: Measured) -> None:
+    await asyncio.sleep(load.ramp_s * number / load.num_streams)
     loop = asyncio.get_running_loop()
-    request = request_bytes(load)
+    num_tokens = first_length(load, number)
     while time.monotonic() < window[1]:
         ended: asyncio.Future[int] = loop.create_future()
-        stream = partial(_Stream, request, window, measured, ended)
-        transport, _ = await loop.create_connection(stream, "127.0.0.1", load.port)
+        make = partial(_Stream, request_bytes(num_tokens), window, measured, ended)
+        transport, stream = await loop.create_connection(make, "127.0.0.1", load.port)
         try:
             done, _ = await asyncio.wait([ended], timeout=max(0.1, window[1] + 0.5 - time.monotonic()))
         finally:
             transport.abort()
-        if done and ended.result() != load.tokens_per_stream:
-            measured.failures.append(f"a stream brought {ended.result()} of {load.tokens_per_stream} tokens")
+        if done and ended.result() != num_tokens:
+            measured.failures.append(f"a stream brought {ended.result()} of {num_tokens} tokens")
             await asyncio.sleep(0.1)
+        elif not done and (still_s := stream.still_s(time.monotonic())) > STILL_S:
+            measured.failures.append(f"a stream stood still for {still_s:.1f} s")
+        num_tokens = load.tokens_per_stream
 
 
 async def measure(load: Load, cpu_seconds: Callable[[], dict[str, float]]) -> Measured:
@@ -141,8 +153,9 @@ async def measure(load: Load, cpu_seconds: Callable[[], dict[str, float]]) -> Me
     measured = Measured()
     began = time.monotonic() + load.ramp_s + load.settle_s
     window = (began, began + load.measured_s)
-    delays = [load.ramp_s * number / load.num_streams for number in range(load.num_streams)]
-    streams = asyncio.gather(*[_keep_streaming(load, delay, window, measured) for delay in delays])
+    streams = asyncio.gather(
+        *[_keep_streaming(load, number, window, measured) for number in range(load.num_streams)]
+    )
     await asyncio.sleep(window[0] - time.monotonic())
     before = cpu_seconds()
     await asyncio.sleep(window[1] - time.monotonic())
@@ -152,6 +165,8 @@ async def measure(load: Load, cpu_seconds: Callable[[], dict[str, float]]) -> Me
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value below which ``share`` of ``values`` lies; NaN for none."""
+    """The value below which ``share`` of ``values`` lies; ValueError for none."""
+    if not values:
+        raise ValueError("nothing was measured")
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

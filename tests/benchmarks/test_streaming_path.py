@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.streaming.client import Load, Measured, measure
+from benchmarks.streaming import client
+from benchmarks.streaming.client import Load, Measured, first_length, measure
 from benchmarks.streaming.processes import cpu_seconds
 from benchmarks.streaming.server import SCRIPTED, write_model
 from benchmarks.streaming_path import figures_of, load_of, pace_of
@@ -19,23 +20,29 @@ from serve_app.text.model_folder import FAKE_MODEL
 from worker.engines.fake_script import read_script
 
 
-async def _serve(tokens: list[str], cut: int = 0) -> asyncio.Server:
-    """Answers every request with a message per entry of ``tokens``, 20 ms apart; ``cut``: without the last ones."""
+async def _serve(cut: int = 0, still: bool = False) -> asyncio.Server:
+    """Answers every request with as many letters as it asks for, in messages of 1, 3, 4 and 4 letters, 20 ms apart;
+    ``cut``: without the last message; ``still``: without an end, too."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         length = int(head.lower().split(b"content-length:")[1].split()[0])
-        assert json.loads(await reader.readexactly(length))["stream"] is True
+        body = json.loads(await reader.readexactly(length))
+        assert body["stream"] is True
         writer.write(
             b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
         )
-        for text in tokens[: len(tokens) - cut]:
-            event = b'data: {"choices":[{"index":0,"text":"%s","finish_reason":null}]}\n\n' % text.encode()
+        text = "abcdefghijkl"[: body["max_tokens"]]
+        pieces = [piece for piece in (text[:1], text[1:4], text[4:8], text[8:]) if piece]
+        for piece in pieces[: len(pieces) - cut]:
+            event = b'data: {"choices":[{"index":0,"text":"%s","finish_reason":null}]}\n\n' % piece.encode()
             chunk = b"%x\r\n%s\r\n" % (len(event), event)
             writer.write(chunk[:25])  # a message may arrive in pieces
             await asyncio.sleep(0.005)
             writer.write(chunk[25:])
             await asyncio.sleep(0.015)
+        if still:
+            await asyncio.sleep(60)
         if not cut:
             writer.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
         writer.close()
@@ -43,35 +50,52 @@ async def _serve(tokens: list[str], cut: int = 0) -> asyncio.Server:
     return await asyncio.start_server(answer, "127.0.0.1", 0)
 
 
-def _run(tokens: list[str], cut: int = 0) -> tuple[Measured, Load]:
+def _run(cut: int = 0, still: bool = False) -> tuple[Measured, Load]:
     async def run() -> tuple[Measured, Load]:
-        server = await _serve(tokens, cut)
+        server = await _serve(cut, still)
         async with server:
-            load = Load(server.sockets[0].getsockname()[1], 4, sum(map(len, tokens)), 0.1, 0.0, 0.8)
+            load = Load(server.sockets[0].getsockname()[1], 4, 12, 0.1, 0.0, 0.8)
             return await measure(load, lambda: {"client": 0.0}), load
 
     return asyncio.run(run())
 
 
 def test_tokens_gaps_and_first_tokens_are_counted() -> None:
-    measured, load = _run(["a", "bcd", "efgh"])
+    measured, load = _run()
     assert not measured.failures
-    assert set(measured.sizes) == {1, 3, 4}
+    assert set(measured.sizes) <= {1, 2, 3, 4}
     assert measured.num_tokens == sum(measured.sizes)
     assert measured.num_messages == len(measured.sizes) > 20
     assert 0.0 < min(measured.first_token_s) < 0.1
     assert min(measured.gaps_s) > 0.01
     figures = figures_of(measured, load, pace_of(4, "haproxy", 1e9))
     assert figures["tokens_per_s"] == pytest.approx(measured.num_tokens / 0.8)
+    assert figures["begun_per_s"] == pytest.approx(len(measured.first_token_s) / 0.8)
     assert figures["message_tokens_max"] == 4
     assert figures["offered_tokens_per_s"] == 800.0
 
 
 def test_a_stream_that_brings_too_little_is_a_failure() -> None:
-    measured, load = _run(["a", "bcd", "efgh"], cut=1)
+    measured, load = _run(cut=1)
     assert measured.failures
-    assert "4 of 8" in measured.failures[0]
+    assert any("8 of 12" in sentence for sentence in measured.failures)
     assert figures_of(measured, load, pace_of(4, "default", 1e9))["failures"] > 0
+
+
+def test_a_stream_that_stands_still_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "STILL_S", 0.3)
+    assert len(_run(still=True)[0].failures) == 4
+
+
+def test_what_was_not_measured_is_no_figure() -> None:
+    load = Load(80, 4, 12)
+    with pytest.raises(ValueError, match="nothing was measured"):
+        figures_of(Measured(), load, pace_of(4, "default", 1e9))
+
+
+def test_the_first_streams_end_evenly() -> None:
+    assert [first_length(Load(80, 4, 12), number) for number in range(4)] == [3, 6, 9, 12]
+    assert [first_length(Load(80, 4, 2), number) for number in range(4)] == [1, 1, 1, 2]
 
 
 @pytest.mark.parametrize(("streams", "per_stream"), [(1, 200.0), (256, 200.0), (1_000, 56.0)])

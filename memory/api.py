@@ -306,10 +306,18 @@ class Ledger(Protocol):
         """The request's virtual pages in a group."""
         ...
 
-    def checkpoint(self, request: int, token_ids: Sequence[int], num_tokens: int, salt: str = "") -> bool:
+    def checkpoint(
+        self,
+        request: int,
+        token_ids: Sequence[int],
+        num_tokens: int,
+        salt: str = "",
+        rolling: bool = False,
+    ) -> bool:
         """Offers the request's pages up to ``num_tokens`` (all computed by steps already planned) to the prefix
         tree. Groups with STATE or WINDOW take a bundle, which needs ``num_tokens`` to be a multiple of
-        :data:`CHECKPOINT_TOKENS` and the state to be exactly there now. False: declined (no room, cache off)."""
+        :data:`CHECKPOINT_TOKENS` and the state to be exactly there now. False: declined (no room, cache off).
+        A ``rolling`` bundle takes the place of the request's last rolling one, unless somebody went on from that."""
         ...
 
     def release(

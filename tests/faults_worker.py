@@ -125,7 +125,7 @@ FAULTS = [
         "worker.scheduling.running",
         old="if self._recurrent and kept != num_computed:",
         new="if self._recurrent and kept > num_computed:",
-        tests=(f"{PREFIXES}::test_a_state_carried_past_the_end_is_not_kept[overlap]",),
+        tests=(f"{PREFIXES}::test_a_state_carried_past_the_end_is_not_kept[at the end-overlap]",),
     ),
     Fault(
         "scheduler: a row bound by a grammar runs ahead of its mask",

@@ -130,13 +130,21 @@ class PrefixCache:
     # -- keeping -------------------------------------------------------------------------------------------------
 
     def checkpoint(
-        self, holding: Holding, token_ids: Sequence[int], num_tokens: int, salt: str, room_for: RoomFor
+        self,
+        holding: Holding,
+        token_ids: Sequence[int],
+        num_tokens: int,
+        salt: str,
+        room_for: RoomFor,
+        rolling: bool = False,
     ) -> bool:
         """Offers a running request's pages up to ``num_tokens``; its states are copied ahead of the next step."""
         if self._bundled and num_tokens % self._tree.block_tokens:
             return False
+        self._tree.blocks.extend_digests(holding.digests, token_ids, num_tokens, salt)
+        digests = holding.digests[: num_tokens // self._tree.block_tokens]
         if self._states:
-            if self._tree.match(token_ids, salt, num_tokens).num_tokens == num_tokens:
+            if digests and self._tree.holds_bundle(digests[-1]):
                 return True
             if not room_for(dict.fromkeys(self._states, 1)):
                 return False
@@ -145,7 +153,7 @@ class PrefixCache:
         for group in self._states:
             copies[group] = self._book.new_page(group)
             offer[self._name(group)] = (0, (copies[group],))
-        inserted = self._insert(token_ids, num_tokens, salt, offer)
+        inserted = self._insert(token_ids, num_tokens, salt, offer, digests, rolling)
         for group, page in copies.items():
             if page in inserted.kept.get(self._name(group), ()):
                 self._book.copy(group, holding.runs[group].pages[0], page)
@@ -155,8 +163,12 @@ class PrefixCache:
             return False
         if not any(inserted.duplicate.get(self._name(group)) for group in self._fulls):
             self._tree.lock(inserted.node, bundle=False)
-            self.leave(holding)
+            self._unlock_path(holding)
             holding.node = inserted.node
+        if rolling:
+            if holding.rolling_node != NO_NODE:
+                self.forget(self._tree.supersede(holding.rolling_node, by=inserted.node).pages)
+            holding.rolling_node = inserted.node
         return True
 
     def donate(self, holding: Holding, token_ids: Sequence[int], num_computed_tokens: int, salt: str) -> None:
@@ -165,10 +177,18 @@ class PrefixCache:
         if not self._states:
             end -= end % self._tree.block_tokens
         if end:
-            self._insert(token_ids, end, salt, self._offer(holding))
+            self._tree.blocks.extend_digests(holding.digests, token_ids, end, salt)
+            digests = holding.digests[: end // self._tree.block_tokens]
+            self._insert(token_ids, end, salt, self._offer(holding), digests)
 
     def leave(self, holding: Holding) -> None:
-        """The request no longer needs its node."""
+        """The request ends: it no longer needs its node, and its last rolling checkpoint stays."""
+        self._unlock_path(holding)
+        if holding.rolling_node != NO_NODE and self._spill is not None:
+            self._spill.stays(self._tree.at(holding.rolling_node).pages)
+        holding.rolling_node = NO_NODE
+
+    def _unlock_path(self, holding: Holding) -> None:
         if holding.node != NO_NODE:
             self._tree.unlock(holding.node, bundle=False)
             holding.node = NO_NODE
@@ -223,12 +243,14 @@ class PrefixCache:
         num_tokens: int,
         salt: str,
         offer: dict[str, tuple[int, tuple[int, ...]]],
+        digests: Sequence[bytes],
+        rolling: bool = False,
     ) -> Inserted:
-        inserted = self._tree.insert(token_ids, num_tokens, salt, offer)
+        inserted = self._tree.insert(token_ids, num_tokens, salt, offer, digests)
         for name, ids in inserted.kept.items():
             self._book.keep(self._book.number[name], ids)
         if self._spill is not None:
-            self._spill.kept(token_ids, num_tokens, salt, offer, inserted.kept)
+            self._spill.kept(digests, offer, inserted.kept, rolling)
         return inserted
 
     def _offer(self, holding: Holding) -> dict[str, tuple[int, tuple[int, ...]]]:

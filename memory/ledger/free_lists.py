@@ -238,7 +238,14 @@ class FreeListLedger:
             raise LedgerError(f"request {request} holds no pages in {group!r}")
         return PageRun(run.first, tuple(run.pages))
 
-    def checkpoint(self, request: int, token_ids: Sequence[int], num_tokens: int, salt: str = "") -> bool:
+    def checkpoint(
+        self,
+        request: int,
+        token_ids: Sequence[int],
+        num_tokens: int,
+        salt: str = "",
+        rolling: bool = False,
+    ) -> bool:
         return False
 
     def release(

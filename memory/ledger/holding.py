@@ -29,13 +29,17 @@ class Run:
 class Holding:
     """A request's pages, by group number."""
 
-    __slots__ = ("capacity_tokens", "node", "runs")
+    __slots__ = ("capacity_tokens", "digests", "node", "rolling_node", "runs")
 
     def __init__(self, num_groups: int) -> None:
         self.runs = [Run() for _ in range(num_groups)]
         self.capacity_tokens = 0
         self.node = NO_NODE
         """The node of the prefix tree that keeps the pages shared with the tree from eviction."""
+        self.rolling_node = NO_NODE
+        """Where its last rolling checkpoint is."""
+        self.digests: list[bytes] = []
+        """Content hashes of its leading blocks, as far as they were computed."""
 
     def measure(self, specs: Sequence[PageSpec]) -> None:
         """Recomputes the token slots held in every token-paged group."""

@@ -98,7 +98,9 @@ class ArenaLedger:
         self._windows = [g for g, spec in enumerate(self._paged) if spec.window is not None]
         self._tokens = [g for g, spec in enumerate(self._paged) if spec.kind is not PageKind.STATE]
         self._admission = Admission(self._book, max_chunk_tokens)
-        self._spill = HostSpill(self._book, host_tier, host_budget_bytes) if host_tier is not None else None
+        self._spill = None
+        if host_tier is not None and prefix_tree is not None:
+            self._spill = HostSpill(self._book, host_tier, host_budget_bytes, prefix_tree.blocks)
         self._cache = PrefixCache(self._book, prefix_tree, self._spill) if prefix_tree is not None else None
         self._room = RoomMaker(self._book, self._cache)
         self._requests: dict[int, Holding] = {}
@@ -262,12 +264,19 @@ class ArenaLedger:
         run = self._holding(request).runs[self._book.number[group]]
         return PageRun(run.first, tuple(run.pages))
 
-    def checkpoint(self, request: int, token_ids: Sequence[int], num_tokens: int, salt: str = "") -> bool:
+    def checkpoint(
+        self,
+        request: int,
+        token_ids: Sequence[int],
+        num_tokens: int,
+        salt: str = "",
+        rolling: bool = False,
+    ) -> bool:
         """See :class:`memory.api.Ledger`."""
         holding = self._holding(request)
         if self._cache is None:
             return False
-        return self._cache.checkpoint(holding, token_ids, num_tokens, salt, self._room.make)
+        return self._cache.checkpoint(holding, token_ids, num_tokens, salt, self._room.make, rolling)
 
     def release(
         self, request: int, token_ids: Sequence[int] = (), num_computed_tokens: int = 0, salt: str = ""

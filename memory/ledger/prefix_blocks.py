@@ -52,11 +52,24 @@ class Blocks:
 
     def digests(self, token_ids: Sequence[int], end: int, salt: str) -> Iterator[bytes]:
         """The chained content hash of each whole block of ``token_ids[:end]``: model, salt and all tokens so far."""
-        digest = blake2b(f"{self._model}\0{salt}".encode(), digest_size=16).digest()
+        digest = self._seed(salt)
         for first in range(0, end - self.tokens + 1, self.tokens):
-            block = array("q", token_ids[first : first + self.tokens])
-            digest = blake2b(block.tobytes(), digest_size=16, key=digest).digest()
+            digest = self._digest(digest, token_ids[first : first + self.tokens])
             yield digest
+
+    def extend_digests(self, digests: list[bytes], token_ids: Sequence[int], end: int, salt: str) -> None:
+        """Appends to ``digests``, those of the first blocks, what lacks of ``token_ids[:end]``'s."""
+        done = len(digests) * self.tokens
+        digest = digests[-1] if digests else self._seed(salt)
+        for first in range(done, end - self.tokens + 1, self.tokens):
+            digest = self._digest(digest, token_ids[first : first + self.tokens])
+            digests.append(digest)
+
+    def _seed(self, salt: str) -> bytes:
+        return blake2b(f"{self._model}\0{salt}".encode(), digest_size=16).digest()
+
+    def _digest(self, before: bytes, block: Sequence[int]) -> bytes:
+        return blake2b(array("q", block).tobytes(), digest_size=16, key=before).digest()
 
     def bundle_span(self, name: str, num_tokens: int) -> tuple[int, int]:
         """Logical pages [low, high) of one STATE or WINDOW group in a bundle at ``num_tokens``."""

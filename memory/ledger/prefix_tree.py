@@ -78,7 +78,7 @@ class PrefixTree:
     def __init__(
         self, groups: Mapping[str, GroupRule], model: str = "", cost: RecomputeCost | None = None
     ) -> None:
-        self._blocks = Blocks(groups, model)
+        self.blocks = self._blocks = Blocks(groups, model)
         self._order = EvictionOrder(self._blocks, cost or RecomputeCost())
         self._nodes: dict[int, Node] = {}
         self._by_digest: dict[bytes, Node] = {}
@@ -162,8 +162,39 @@ class PrefixTree:
         if not self._blocks.full and found.is_free_leaf and not self._order.is_useful(found):
             self._remove_branch(found, {})  # holds no page, so no eviction would ever find it
 
-    def insert(self, token_ids: Sequence[int], num_tokens: int, salt: str, pages: Offer) -> Inserted:
-        """Offers computed pages: ``pages[group] = (first logical page, ids)``.
+    def holds_bundle(self, digest: bytes) -> bool:
+        """Whether the tree has a checkpoint of this content."""
+        node = self._by_digest.get(digest)
+        return node is not None and node.bundle is not None
+
+    def supersede(self, node: int, by: int) -> Evicted:
+        """The bundle at ``node`` is let go for the one further on at ``by``, unless it was used or is in use."""
+        old, new = self._nodes.get(node), self._nodes.get(by)
+        if old is None or new is None or new is old or new.bundle is None:
+            return Evicted()
+        if old.hits or not old.has_free_bundle:
+            return Evicted()
+        assert old.bundle is not None
+        gone: dict[str, list[int]] = {name: [] for name in self._blocks.rules}
+        for name, ids in old.bundle.pages.items():
+            self._holdings.let_go(name, ids, gone[name])
+        if new.bundle.base_tokens == old.num_tokens:
+            new.bundle.base_tokens = old.bundle.base_tokens
+            self._order.update(new)
+        old.bundle = None
+        self._order.update(old)
+        return Evicted(_frozen(gone))
+
+    def insert(
+        self,
+        token_ids: Sequence[int],
+        num_tokens: int,
+        salt: str,
+        pages: Offer,
+        digests: Sequence[bytes] = (),
+    ) -> Inserted:
+        """Offers computed pages: ``pages[group] = (first logical page, ids)``; ``digests`` of all their blocks spare
+        hashing ``token_ids`` again.
 
         A model with FULL only keeps every whole block that the offer reaches. With STATE or WINDOW ``num_tokens`` must
         be a multiple of :attr:`block_tokens`, the STATE page must hold the state exactly there (from then on nobody may
@@ -179,7 +210,7 @@ class PrefixTree:
             or (self._blocks.bundled and end != num_tokens)
         ):
             return Inserted()
-        digests = list(self._blocks.digests(token_ids, end, salt))
+        digests = digests or list(self._blocks.digests(token_ids, end, salt))
         known = self._known(digests)
         covered = self._blocks.num_covered(len(known), len(digests), pages)
         if covered == 0 or (self._blocks.bundled and covered < len(digests)):

@@ -15,7 +15,7 @@ from typing import Any
 from memory.api import LedgerError, PageCopy, PageKind
 from memory.ledger.book import PageBook
 from memory.ledger.host_tier import HostTier
-from memory.ledger.prefix_blocks import Blocks, GroupRule, Offer
+from memory.ledger.prefix_blocks import Blocks, Offer
 
 Key = tuple[bytes, int]
 """(hash of all tokens to the end of a block, the page's number inside the block); -1 for a state."""
@@ -41,25 +41,21 @@ class HostSpill:
         book: the pages.
         tier: slots in host memory; its ids are numbers given here, one per content.
         budget_bytes: most bytes copied to the host per step.
+        blocks: the prefix tree's.
     """
 
-    def __init__(self, book: PageBook, tier: HostTier, budget_bytes: int) -> None:
+    def __init__(self, book: PageBook, tier: HostTier, budget_bytes: int, blocks: Blocks) -> None:
         self.tier = tier
         self._book = book
         self._budget_bytes = budget_bytes
-        rules = {
-            pool.spec.name: GroupRule(
-                pool.spec.kind, pool.spec.page_tokens, pool.page_bytes, pool.spec.window
-            )
-            for pool in book.pools
-        }
-        self._blocks = Blocks(rules, "")
+        self._blocks = blocks
         self._names = [pool.spec.name for pool in book.pools]
         self._ids: list[dict[Key, int]] = [{} for _ in book.pools]
         self._keys: list[dict[int, Key]] = [{} for _ in book.pools]
         self._next_id = 0
         self._waiting: deque[tuple[int, int, Key]] = deque()  # (group, virtual page, content)
         self._content: list[dict[int, Key]] = [{} for _ in book.pools]  # of cached virtual pages
+        self._rolling: set[tuple[int, int]] = set()  # (group, virtual page) whose copies are not due yet
         self._coming: list[
             tuple[int, int, int]
         ] = []  # (group, id, virtual page): copies back, until handed out
@@ -69,29 +65,37 @@ class HostSpill:
     # -- to the host ---------------------------------------------------------------------------------------------
 
     def kept(
-        self,
-        token_ids: Sequence[int],
-        num_tokens: int,
-        salt: str,
-        offer: Offer,
-        kept: Mapping[str, Sequence[int]],
+        self, digests: Sequence[bytes], offer: Offer, kept: Mapping[str, Sequence[int]], rolling: bool
     ) -> None:
-        """The tree took ``kept`` out of ``offer``: copies of them are due."""
-        end = num_tokens - num_tokens % self._blocks.tokens
-        digests = list(self._blocks.digests(token_ids, end, salt))
+        """The tree took ``kept`` out of ``offer``, whose blocks have these hashes: copies of them are due; of a
+        ``rolling`` bundle only when it stays, see :meth:`stays`."""
         for name, pages in kept.items():
             group = self._book.number[name]
             taken = set(pages)
             first, ids = offer[name]
+            waits = rolling and name in self._blocks.bundled
             for offset, virtual in enumerate(ids):
                 if virtual in taken:
                     key = self._key(group, first + offset, digests)
                     self._content[group][virtual] = key
-                    self._waiting.append((group, virtual, key))
+                    if waits:
+                        self._rolling.add((group, virtual))
+                    else:
+                        self._waiting.append((group, virtual, key))
+
+    def stays(self, pages: Mapping[str, Sequence[int]]) -> None:
+        """A rolling bundle of these pages was the last of its request: copies are due now."""
+        for name, ids in pages.items():
+            group = self._book.number[name]
+            for virtual in ids:
+                if (group, virtual) in self._rolling:
+                    self._rolling.remove((group, virtual))
+                    self._waiting.append((group, virtual, self._content[group][virtual]))
 
     def forget(self, group: int, virtual: int) -> None:
         """The tree lets a page go; a copy that is still due is given up."""
         self._content[group].pop(virtual, None)
+        self._rolling.discard((group, virtual))
 
     def _key(self, group: int, logical: int, digests: Sequence[bytes]) -> Key:
         rule = self._blocks.rules[self._names[group]]

@@ -20,10 +20,16 @@ def _block_tokens(specs: Iterable[PageSpec], bundled: bool) -> int:
     return int(np.lcm.reduce([*paged, CHECKPOINT_TOKENS if bundled else 1]))
 
 
+OUTPUTS_A_STEP = 2
+"""Of the outputs that have come to where they could be kept, so many are offered in a step; the others come to the next
+such place. It bounds the host's work where many outputs run side by side."""
+
+
 class PrefixPolicy:
     """With STATE or WINDOW pages a prefix is kept only where the state is just then, so chunks of a prompt end where
     one is worth keeping: at the last place that a request with the same prompt could start from, and where earlier
-    prompts part from this one. Other chunk ends, and output, are offered as they come, some way apart."""
+    prompts part from this one. Other chunk ends are offered as they come, some way apart. Of an output the last such
+    place is kept, each in place of the one before: nobody knows where it will end, and the next turn starts there."""
 
     def __init__(self, running: RunningSet, limits: Limits) -> None:
         specs = running.ledger.specs.values()
@@ -33,6 +39,7 @@ class PrefixPolicy:
         kinds = {spec.kind for spec in specs}
         self._bundled = limits.prefix_cache and bool(kinds & {PageKind.STATE, PageKind.WINDOW})
         self._align = _block_tokens(specs, self._bundled or limits.deterministic)
+        self._cursor = -1
         self._branches = BranchFinder(self._align) if self._bundled else None
 
     @property
@@ -83,9 +90,16 @@ class PrefixPolicy:
         due &= rows.num_computed >= rows.next_checkpoint
         if self._bundled:
             due &= rows.num_computed % self._align == 0  # a state can be kept only where it is now
-        for slot in np.flatnonzero(due).tolist():
-            position = int(rows.num_computed[slot]) // self._align * self._align
-            self._running.offer_checkpoint(slot, position)
+        outputs = 0
+        slots = np.flatnonzero(due)
+        # Rows take turns: those behind the last one offered come first.
+        for slot in np.roll(slots, -int(np.searchsorted(slots, self._cursor, side="right"))).tolist():
+            computed = int(rows.num_computed[slot])
+            rolling = self._bundled and computed > len(rows.occupant(slot).prefill)
+            if not rolling or outputs < OUTPUTS_A_STEP:
+                self._running.offer_checkpoint(slot, computed // self._align * self._align, rolling)
+                outputs += rolling
+                self._cursor = slot if rolling else self._cursor
             rows.next_checkpoint[slot] = self._next_checkpoint(slot)
 
     def _next_checkpoint(self, slot: int) -> int:
@@ -98,4 +112,6 @@ class PrefixPolicy:
         if computed < end:
             return min(place for place in (request.branch_tokens, end, spaced) if place > computed)
         # Pages of an output go to the cache when it ends; a state that is not kept on the way is lost.
-        return spaced if self._bundled and not deterministic else 0
+        return (
+            computed // self._align * self._align + self._align if self._bundled and not deterministic else 0
+        )

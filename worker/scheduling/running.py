@@ -143,13 +143,14 @@ class RunningSet:
             return 0  # the state is past them, by a step in flight or by output that is not to be shared
         return kept
 
-    def offer_checkpoint(self, slot: int, num_tokens: int) -> bool:
-        """Offers a row's first ``num_tokens`` tokens to the prefix cache; its state must be just there."""
+    def offer_checkpoint(self, slot: int, num_tokens: int, rolling: bool = False) -> bool:
+        """Offers a row's first ``num_tokens`` tokens to the prefix cache; its state must be just there. ``rolling``:
+        in place of the row's last one offered so."""
         rows = self.rows
         rows.flush(slot)
         request = rows.occupant(slot)
         tokens = request.known_token_ids()[:num_tokens]
-        kept = self.ledger.checkpoint(request.number, tokens, num_tokens, request.asked.cache_salt)
+        kept = self.ledger.checkpoint(request.number, tokens, num_tokens, request.asked.cache_salt, rolling)
         if kept:
             rows.num_kept[slot] = num_tokens
         if kept and self._recurrent:

@@ -107,8 +107,14 @@ def test_who_comes_back_finds_its_own_pages(name: str) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["lock-step", "overlap"])
-def test_a_state_carried_past_the_end_is_not_kept(overlap: bool) -> None:
-    """The answer stops with 128 tokens computed, a place for a checkpoint; overlapped, a step in flight goes on."""
+@pytest.mark.parametrize("rolling", [False, True], ids=["at the end", "rolling"])
+def test_a_state_carried_past_the_end_is_not_kept(
+    overlap: bool, rolling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer stops with 128 tokens computed, a place for a checkpoint; overlapped, a step in flight goes on. What
+    was offered before that step is right nevertheless."""
+    if not rolling:
+        monkeypatch.setattr("worker.scheduling.prefixes.OUTPUTS_A_STEP", 0)
     sampling = SamplingParams(max_tokens=40, ignore_eos=True)
     answers = ((seed, expected_tokens(HYBRID, range(100), sampling, seed)) for seed in range(100))
     seed, tokens = next((seed, tokens) for seed, tokens in answers if tokens[28] not in tokens[:28])
@@ -120,7 +126,7 @@ def test_a_state_carried_past_the_end_is_not_kept(overlap: bool) -> None:
     desk.ask("next", (*range(100), *desk.tokens("a"), 1, 2), max_tokens=20, ignore_eos=True)
     desk.finish()
     desk.check_answers()
-    assert cached(desk, "next") == (64 if overlap else 128)
+    assert cached(desk, "next") == (64 if overlap and not rolling else 128)
 
 
 def test_long_prompts_are_kept_at_chunk_ends_and_not_cut_for_it() -> None:
@@ -189,3 +195,23 @@ def test_the_branch_finder_forgets_the_oldest() -> None:
     assert finder.visit((*range(8), 99, 99, 99, 99), "") == 8
     assert finder.visit(tuple(range(8)), "salt") == 0
     assert finder.visit(tuple(range(4)), "") == 0, "its block was the oldest of five"
+
+
+@pytest.mark.parametrize("name", ["hybrid", "windowed", "all"])
+def test_of_an_output_the_last_place_is_kept_and_no_other(name: str) -> None:
+    """While it grows, its checkpoint moves along: the next turn computes at most a block of it again."""
+    desk = make_desk(SPECS[name], max_running=4)
+    desk.ask("a", range(100), max_tokens=300, ignore_eos=True)
+    kept = 0
+    while "a" in desk.scheduler.live_ids():
+        desk.step()
+        kinds = desk.ledger.headroom().kinds
+        kept = max(kept, kinds["state"].reclaimable_bytes if "state" in kinds else 0)
+    desk.ask("again", (*range(100), 7), max_tokens=5, ignore_eos=True)
+    desk.ask("next", (*range(100), *desk.tokens("a"), 1, 2), max_tokens=20, ignore_eos=True)
+    desk.finish()
+    desk.check_answers()
+    assert cached(desk, "again") == 64
+    assert cached(desk, "next") == 384
+    if name != "windowed":
+        assert 0 < kept <= 3 * desk.ledger.specs["state"].page_bytes, "checkpoints of the output pile up"

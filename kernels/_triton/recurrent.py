@@ -219,7 +219,7 @@ def _conv_rows(
     number = tl.load(page + row)
     if number < 0:
         return
-    place = token - tl.load(query_start + row)
+    place = token - tl.load(query_start + row) + tl.zeros([BLOCK], tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = channel < channels
     factor = tl.load(weight + (WIDTH - 1) * channels + channel, mask=real, other=0.0).to(tl.float32)
@@ -251,7 +251,7 @@ def _keep_columns(
     real = channel < channels
     for tap in tl.static_range(WIDTH - 1):
         # A row shorter than the state keeps old columns; reading goes ahead of writing.
-        token = stop - (WIDTH - 1) + tap
+        token = stop - (WIDTH - 1) + tap + tl.zeros([BLOCK], tl.int64)
         old = states + number * s_page + (tap + stop - start) * channels + channel
         kept = tl.load(old, mask=real & (token < start), other=0.0)
         fresh = tl.load(x + token * x_row + channel, mask=real & (token >= start), other=0.0)

@@ -1,7 +1,7 @@
 """Drawing tokens in Triton: filters by value and the Gumbel maximum in one launch, without a look at the host.
 
-Filters are thresholds on an order-preserving integer of each logit, found by bisection over the row: no sort, and equal
-logits stay or go together.
+Filters are thresholds on an order-preserving integer of each logit, found among the best few or by bisection over the
+row: no sort of all, and equal logits stay or go together.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-_BLOCK = 4096
+_BEST = 512
+"""Logits of a row that are put in order."""
+_BLOCK = 8192
 _PIECE = 4096
 """Tokens of one program of the pass that adds noise."""
 
@@ -107,51 +109,72 @@ def _sum_from(logits, vocabulary, least, floor, most, warmth, WEIGHED: tl.conste
 
 
 @triton.jit
+def _kth_key(logits, vocabulary, k, BLOCK: tl.constexpr):
+    """The largest key that at least k of a row's tokens reach."""
+    low = tl.zeros([], tl.int64)
+    high = tl.full([], 4294967296, tl.int64)
+    while high - low > 1:
+        middle = (low + high) // 2
+        enough = _sum_from(logits, vocabulary, middle, low, 0.0, 0.0, False, BLOCK) >= k.to(tl.float32)
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+    return low
+
+
+@triton.jit
+def _reaching_key(logits, vocabulary, floor, most, warmth, wanted, BLOCK: tl.constexpr):
+    """The least key K >= floor such that the tokens above K weigh less than ``wanted``: K's value reaches it."""
+    low = floor - 1
+    high = _key(most)
+    while high - low > 1:
+        middle = (low + high) // 2
+        small = _sum_from(logits, vocabulary, middle + 1, floor, most, warmth, True, BLOCK) < wanted
+        high = tl.where(small, middle, high)
+        low = tl.where(small, low, middle)
+    return high
+
+
+@triton.jit
 def _thresholds(
-    logits, temperature, top_k, top_p, min_p, least_keys, vocabulary, row_stride, BLOCK: tl.constexpr
-):
-    """Per row the least key that the filters leave."""
+    logits, best, temperature, top_k, top_p, min_p, least_keys, vocabulary, row_stride,
+    COUNT: tl.constexpr, PAD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Per row the least key that the filters leave. Nearly always the row's COUNT ``best`` logits, in order, settle it;
+    where they do not, bisection over all of the row does."""
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * row_stride
+    place = tl.arange(0, PAD)
+    value = tl.load(best + row * COUNT + place, mask=place < COUNT, other=-float("inf"))
+    keys = tl.where(place < COUNT, _key(value), -1)
+    most = tl.max(value, 0)
+    lowest = tl.sum(tl.where(place == COUNT - 1, keys, 0), 0)
     k = tl.load(top_k + row)
     p = tl.load(top_p + row).to(tl.float32)
     share = tl.load(min_p + row).to(tl.float32)
     warmth = 1.0 / tl.load(temperature + row).to(tl.float32)
     floor = tl.zeros([], tl.int64)
     if (k > 0) & (k < vocabulary):
-        # The largest key that at least k tokens reach.
-        low = tl.zeros([], tl.int64)
-        high = tl.full([], 4294967296, tl.int64)
-        while high - low > 1:
-            middle = (low + high) // 2
-            enough = _sum_from(base, vocabulary, middle, floor, 0.0, 0.0, False, BLOCK) >= k.to(tl.float32)
-            low = tl.where(enough, middle, low)
-            high = tl.where(enough, high, middle)
-        floor = low
-    if (p < 1.0) | (share > 0.0):
-        best = tl.full([BLOCK], -float("inf"), tl.float32)
-        for start in range(0, vocabulary, BLOCK):
-            token = start + tl.arange(0, BLOCK)
-            best = tl.maximum(best, tl.load(base + token, mask=token < vocabulary, other=-float("inf")))
-        most = tl.max(best, 0)
-        least = floor
-        if p < 1.0:
+        if k <= COUNT:
+            floor = tl.sum(tl.where(place == k - 1, keys, 0), 0)
+        else:
+            floor = _kth_key(base, vocabulary, k, BLOCK)
+    least = floor
+    if p < 1.0:
+        weight = tl.where(keys >= floor, tl.exp((value - most) * warmth), 0.0)
+        held = tl.sum(weight, 0)
+        whole = held
+        if (COUNT < vocabulary) & (lowest >= floor):  # more than the best may be left
             whole = _sum_from(base, vocabulary, floor, floor, most, warmth, True, BLOCK)
-            # The least key K such that the tokens above K have less than p: K is the value that reaches it.
-            low = floor - 1
-            high = _key(most)
-            while high - low > 1:
-                middle = (low + high) // 2
-                above = _sum_from(base, vocabulary, middle + 1, floor, most, warmth, True, BLOCK)
-                small = above < p * whole
-                high = tl.where(small, middle, high)
-                low = tl.where(small, low, middle)
-            least = high
-        if share > 0.0:
-            # exp((x - most) / t) >= share, solved for x once per row.
-            least = tl.maximum(least, _key(most + tl.log(tl.minimum(share, 1.0)) / warmth))
-        floor = tl.maximum(floor, tl.minimum(least, _key(most)))
-    tl.store(least_keys + row, floor)
+        if held >= p * whole:
+            before = tl.cumsum(weight, 0) - weight
+            kept = (keys >= floor) & ((before < p * whole) | (place == 0))
+            least = tl.min(tl.where(kept, keys, 4294967296), 0)
+        else:
+            least = _reaching_key(base, vocabulary, floor, most, warmth, p * whole, BLOCK)
+    if share > 0.0:
+        # exp((x - most) / t) >= share, solved for x once per row.
+        least = tl.maximum(least, _key(most + tl.log(tl.minimum(share, 1.0)) / warmth))
+    tl.store(least_keys + row, tl.minimum(tl.maximum(floor, least), _key(most)))
 
 
 @triton.jit
@@ -201,18 +224,12 @@ def draw(
     if logits.stride(1) != 1 or logits.dtype is not torch.float32:
         raise ValueError("logits must be float32 and contiguous in the vocabulary")
     least = torch.empty(rows, dtype=torch.int64, device=device)
+    count = min(_BEST, vocabulary)
+    best = torch.topk(logits, count, dim=-1).values
     _thresholds[(rows,)](
-        logits,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        least,
-        vocabulary,
-        logits.stride(0),
-        BLOCK=_BLOCK,
-        num_warps=16,
-    )
+        logits, best, temperature, top_k, top_p, min_p, least, vocabulary, logits.stride(0),
+        COUNT=count, PAD=triton.next_power_of_2(count), BLOCK=_BLOCK, num_warps=16,
+    )  # fmt: skip
     pieces = triton.cdiv(vocabulary, _PIECE)
     values = torch.empty(rows, pieces, dtype=torch.float32, device=device)
     tokens = torch.empty(rows, pieces, dtype=torch.int32, device=device)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from kernels._reference import recurrent as reference
 from kernels._triton import pages, recurrent
+from kernels.recurrent import ChunkLayout, chunk_layout
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGE = [3, -1, 7, 0, 11]
@@ -73,3 +75,78 @@ def test_rows_are_written_into_their_slots() -> None:
         expected[page[token], 0, offset[token]] = key[token]
         expected[page[token], 1, offset[token]] = value[token]
     assert torch.equal(store, expected)
+
+
+def test_zeroing_skips_padding() -> None:
+    grid = torch.randint(1, 256, (5, 1152), dtype=torch.uint8, device=DEVICE)
+    expected = grid.clone()
+    expected[[1, 4]] = 0
+    pages.zero_pages(grid, torch.tensor([4, -1, 1], device=DEVICE))
+    assert torch.equal(grid, expected)
+
+
+def test_moved_pages_may_follow_one_another() -> None:
+    grid = torch.randint(0, 256, (4, 256), dtype=torch.uint8, device=DEVICE)
+    expected = grid[[2, 0, 1, 3]]
+    pages.copy_pages(grid, torch.tensor([0, 1, 2], device=DEVICE), torch.tensor([1, 2, 0], device=DEVICE))
+    assert torch.equal(grid, expected)
+
+
+def test_gates_of_the_delta_rule() -> None:
+    torch.manual_seed(4)
+    strength = torch.randn(5, 2 * 6 + 3, device=DEVICE)[:, 1:13] * 12
+    bias, rate = torch.randn(6, device=DEVICE), -torch.rand(6, device=DEVICE)
+    for found, wanted in zip(
+        recurrent.delta_gates(strength, bias, rate), reference.delta_gates(strength, bias, rate), strict=True
+    ):
+        torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
+
+
+def rows_of(lengths: list[int]) -> tuple[torch.Tensor, ChunkLayout]:
+    return torch.arange(len(lengths), device=DEVICE) * 2 + 1, chunk_layout(lengths, 4, torch.device(DEVICE))
+
+
+def test_long_rows_follow_the_twin_and_single_steps_bit_for_bit() -> None:
+    torch.manual_seed(5)
+    lengths, k_heads, v_heads, d_k, d_v = [5, 1, 3], 1, 2, 16, 40
+    page, layout = rows_of(lengths)
+    tokens = sum(lengths)
+    query, key = (torch.randn(tokens, k_heads, d_k, device=DEVICE) / 4 for _ in range(2))
+    value = torch.randn(tokens, v_heads, d_v, device=DEVICE)
+    log_decay = -torch.rand(tokens, v_heads, device=DEVICE)
+    decay, beta = log_decay.exp(), torch.rand(tokens, v_heads, device=DEVICE)
+    states = torch.randn(7, v_heads, d_k, d_v, device=DEVICE)
+    twin, stepped = states.clone(), states.clone()
+    out = recurrent.delta_rule_rows(query, key, value, decay, beta, states, page, layout.query_start)
+    want = reference.delta_rule_chunks(query, key, value, log_decay, beta, twin, page, layout)
+    torch.testing.assert_close(out, want, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(states, twin, atol=2e-5, rtol=2e-5)
+    for place in range(max(lengths)):
+        rows = [row for row, length in enumerate(lengths) if place < length]
+        now = layout.query_start[rows] + place
+        said = recurrent.delta_rule_step(
+            query[now], key[now], value[now], decay[now], beta[now], stepped, page[rows]
+        )
+        assert torch.equal(said, out[now])
+    assert torch.equal(stepped, states)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_convolved_rows_follow_the_twin_and_single_steps_bit_for_bit(dtype: torch.dtype) -> None:
+    torch.manual_seed(6)
+    lengths, channels = [5, 1, 2], 260
+    page, layout = rows_of(lengths)
+    x = torch.randn(sum(lengths), channels + 20).to(DEVICE, dtype)[:, :channels]
+    weight = torch.randn(4, channels).to(DEVICE, dtype)
+    states = torch.randn(9, 3, channels).to(DEVICE, dtype)
+    twin, stepped = states.clone(), states.clone()
+    out = recurrent.causal_conv_rows(x, weight, states, page, layout.token_row, layout.query_start)
+    want = reference.causal_conv_rows(x, weight, twin, page, layout)
+    close = 1e-5 if dtype is torch.float32 else 3e-2
+    torch.testing.assert_close(out, want, atol=close, rtol=close)
+    assert torch.equal(states, twin)
+    for place in range(max(lengths)):
+        rows = [row for row, length in enumerate(lengths) if place < length]
+        now = layout.query_start[rows] + place
+        assert torch.equal(recurrent.causal_conv_step(x[now], weight, stepped, page[rows]), out[now])
+    assert torch.equal(stepped, states)

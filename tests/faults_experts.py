@@ -9,6 +9,7 @@ RESIDENCY = "tests/memory/test_residency.py"
 EXACT = "tests/worker/experts/test_paged_exactness.py"
 ENGINE = "tests/worker/experts/test_paged_engine.py"
 VERIFY = "tests/worker/experts/test_verify.py"
+GHOSTS = "tests/memory/test_ghosts.py"
 
 FAULTS = [
     Fault(
@@ -143,5 +144,26 @@ FAULTS = [
         old="        error = torch.nan_to_num(error, nan=torch.inf)\n",
         new="        error = torch.nan_to_num(error, nan=0.0)\n",
         tests=(f"{VERIFY}::test_a_nan_is_a_parting",),
+    ),
+    Fault(
+        "ghosts: an expert that has a place again stays one",
+        "memory.device.ghosts",
+        old="(self._lost > self._losses - remembered) & ~resident",
+        new="(self._lost > self._losses - remembered)",
+        tests=(f"{GHOSTS}::test_the_last_losses_are_remembered_and_counted_when_wanted",),
+    ),
+    Fault(
+        "ghosts: losses are never forgotten",
+        "memory.device.ghosts",
+        old="(self._lost > self._losses - remembered) & ~resident",
+        new="(self._lost > 0) & ~resident",
+        tests=(f"{GHOSTS}::test_ghosts_tell_what_more_places_would_save",),
+    ),
+    Fault(
+        "market: an engine keeps its ghosts to itself",
+        "worker.engines.paged",
+        old="report.ghost_hits, report.num_ghosts)",
+        new="0, 0)",
+        tests=(f"{ENGINE}::test_the_market_hears_of_ghosts_and_prices_a_miss_at_the_measured_rate",),
     ),
 ]

@@ -21,7 +21,14 @@ from enum import IntEnum
 import torch
 
 from memory.device.commands import decode_places
-from memory.device.residency_rules import FREQUENCY_DECAY, FROZEN_MARGIN, RECENCY_WEIGHT, THAW_SHARE
+from memory.device.ghosts import Ghosts
+from memory.device.residency_rules import (
+    FREQUENCY_DECAY,
+    FROZEN_MARGIN,
+    GHOST_SHARE,
+    RECENCY_WEIGHT,
+    THAW_SHARE,
+)
 
 FREE, BANNED = -1, -2
 
@@ -61,6 +68,7 @@ class Residency:
         generation: [places] int64, counts changes of a place's content.
         counts: [lanes, rows] int64, distinct experts per layer and step by :class:`Lane`.
         frozen: [] bool.
+        ghosts: who lost a place lately.
     """
 
     def __init__(
@@ -93,6 +101,7 @@ class Residency:
         self._demand = torch.zeros((), dtype=torch.int64, device=device)
         self._taken = torch.full((self._experts,), num_places, dtype=torch.int64, device=device)
         self.frozen = torch.zeros((), dtype=torch.bool, device=device)
+        self.ghosts = Ghosts(self._rows, self._experts, device)
         self.counts = torch.zeros(len(Lane), self._rows, dtype=torch.int64, device=device)
 
     @property
@@ -165,6 +174,8 @@ class Residency:
         if self._rules.freezes:
             self.frozen.copy_((self._demand > usable) | (self.frozen & ~thawed))
         self._demand.zero_()
+        wanted = (self._seen[:-1] == self._step).view(self._rows, self._experts)
+        self.ghosts.step(wanted, self.resident, (usable * GHOST_SHARE).long().clamp_min(1))
         self._step.fill_(step)
         self._uses *= FREQUENCY_DECAY
         worth = self.worth(self.owner)

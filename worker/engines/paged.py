@@ -95,8 +95,10 @@ class EngineExperts:
             return
         if self._trader is None:
             self._trader = ExpertTrader(ledger, self._shape)
-        staged = self._report.total(Lane.PREFILL_IN_PLACE) + self._report.total(Lane.STAGED)
-        self._trader.trade(now_s, ExpertTotals(self._report.misses + staged, staged), num_running)
+        report = self._report
+        staged = report.total(Lane.PREFILL_IN_PLACE) + report.total(Lane.STAGED)
+        totals = ExpertTotals(report.misses + staged, staged, report.ghost_hits, report.num_ghosts)
+        self._trader.trade(now_s, totals, num_running)
 
 
 def with_experts(snapshot: WorkerSnapshot, report: ExpertReport) -> WorkerSnapshot:

@@ -23,6 +23,7 @@ class ExpertReport:
 
     ``counts`` has, per layer with experts, the distinct experts of its steps by ``memory.device.residency.Lane``.
     Bytes are blocks: ``bytes_paged`` were stored into places, ``bytes_in_place`` read from host memory and not kept.
+    ``num_ghosts`` experts lost their place lately and have none again; ``ghost_hits`` misses were of such.
     """
 
     layers: tuple[int, ...]
@@ -32,6 +33,8 @@ class ExpertReport:
     block_bytes: tuple[int, ...]
     num_places: int
     frozen: bool
+    ghost_hits: int
+    num_ghosts: int
     residency: ExpertResidency
 
     def total(self, lane: Lane) -> int:
@@ -86,6 +89,9 @@ class ExpertReport:
             "experts_resident": float(sum(self.resident)),
             "experts_frozen": float(self.frozen),
             "expert_evictions": float(self.total(Lane.EVICTED)),
+            "expert_ghost_hits": float(self.ghost_hits),
+            "expert_ghosts": float(self.num_ghosts),
+            "experts_rescued": float(self.total(Lane.RESCUED)),
             "expert_misses_in_place": float(self.total(Lane.IN_PLACE)),
             "expert_prefill_hits": float(self.total(Lane.PREFILL_HIT)),
             "expert_prefill_misses": float(self.total(Lane.PREFILL_IN_PLACE)),
@@ -111,10 +117,10 @@ class ExpertReporter:
         return self._make(self._gather())
 
     def _gather(self) -> torch.Tensor:
-        """[lanes * rows + rows * experts + 1] int64: counters, residency, frozen."""
+        """[lanes * rows + rows * experts + 3] int64: counters, residency, ghosts' hits and number, frozen."""
         tables = self._pager.residency
-        parts = [tables.counts.flatten(), tables.resident.flatten().long(), tables.frozen.long().view(1)]
-        return torch.cat(parts)
+        ghosts = torch.stack([tables.ghosts.hits.sum(), tables.ghosts.num, tables.frozen.long()])
+        return torch.cat([tables.counts.flatten(), tables.resident.flatten().long(), ghosts])
 
     def _read_behind(self) -> ExpertReport:
         if self._pending is not None and self._pending[1].query():
@@ -135,7 +141,8 @@ class ExpertReporter:
         rows, experts = len(host.layers), host.num_experts
         values = gathered.numpy()
         counts = values[: len(Lane) * rows].reshape(len(Lane), rows)
-        resident = values[len(Lane) * rows : -1].reshape(rows, experts).astype(bool)
+        resident = values[len(Lane) * rows : -3].reshape(rows, experts).astype(bool)
+        ghost_hits, num_ghosts, frozen = (int(value) for value in values[-3:])
         bits = np.packbits(resident.flatten(), bitorder="little").tobytes()
         if self._last is None or bits != self._last.residency.bits:
             self._generation += 1
@@ -146,7 +153,9 @@ class ExpertReporter:
             counts=tuple(tuple(int(n) for n in lane) for lane in counts),
             block_bytes=host.block_bytes,
             num_places=self._pager.num_places,
-            frozen=bool(values[-1]),
+            frozen=bool(frozen),
+            ghost_hits=ghost_hits,
+            num_ghosts=num_ghosts,
             residency=ExpertResidency(rows, experts, self._generation, bits),
         )
         return self._last

@@ -32,7 +32,8 @@ class PagedShape:
 
 @dataclass(frozen=True, slots=True)
 class ExpertTotals:
-    """Running totals from the device: ``misses`` are expert reads over the link, ``staged`` those for prompts."""
+    """Running totals from the device: ``misses`` are expert reads over the link, ``staged`` those for prompts,
+    ``ghost_hits`` those of decode steps whose expert had lately lost its place; ``num_ghosts`` such experts now."""
 
     misses: int
     staged: int

@@ -110,7 +110,9 @@ def test_the_plan_is_said_at_start(caplog: pytest.LogCaptureFixture) -> None:
     assert left == sorted(left), "fewer experts, more room for requests"
 
 
-def test_the_market_prices_a_miss_at_the_measured_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_market_hears_of_ghosts_and_prices_a_miss_at_the_measured_rate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(link, "gather_rate", lambda addresses, num_bytes: 24576e3 * len(addresses) / 8)
     asked: list[ExpertReading] = []
     step = Market.step
@@ -120,9 +122,16 @@ def test_the_market_prices_a_miss_at_the_measured_rate(monkeypatch: pytest.Monke
         return step(self, now_s, experts, *others)
 
     monkeypatch.setattr(Market, "step", listening)
-    with closing(NativeEngine(settings())) as engine:
-        generate(engine)
+    with closing(NativeEngine(settings(arena_bytes=500_000))) as engine:
+        generate(engine, tokens=40)
+        extra = engine.snapshot().extra
     assert {reading.miss_ms for reading in asked} == {1.0}, "24,576 bytes at 24,576,000 a second"
+    assert (asked[-1].ghost_hits, asked[-1].num_ghosts) == (
+        extra["expert_ghost_hits"],
+        extra["expert_ghosts"],
+    )
+    assert 0 < asked[-1].ghost_hits < asked[-1].misses - asked[-1].staged
+    assert asked[-1].staged == extra["expert_prefill_misses"]
 
 
 def test_the_floor_reserves_context_first() -> None:

@@ -1,6 +1,6 @@
 // Linear layers, norms, rotary embedding and gates over rows.
 
-#include "vectors.h"
+#include "kernels.h"
 
 // ---- linear layers. Weights are packed in panels of 16 columns, zeros behind the last: float32 as [depth][16]; in
 // bfloat16 (half), where that loses nothing, as [depth / 2][16][2], two depths side by side and a zero behind an odd end.
@@ -33,7 +33,10 @@ INLINE void tile(int rows, int panels, const product_t *p, i64 width, int half) 
     i64 left = p->depth, panel_bytes = p->panel_bytes, step = rows == 1 ? 1 : STACK;
     for (; half && left >= 2; left -= 2, weight += 4 * PANEL, x += 2 * step) {
         v16 first[SPREAD], second[SPREAD];
-        for (int v = 0; v < panels; v++) widen32((const uint16_t *)(weight + v * panel_bytes), &first[v], &second[v]);
+        for (int v = 0; v < panels; v++) {
+            fetch(weight + v * panel_bytes);
+            widen32((const uint16_t *)(weight + v * panel_bytes), &first[v], &second[v]);
+        }
         for (int r = 0; r < rows; r++)
             for (int v = 0; v < panels; v++) total[r][v] += splat(x[r]) * first[v];
         for (int r = 0; r < rows; r++)

@@ -1,6 +1,6 @@
 // Routing, and the chosen experts of a few tokens.
 
-#include "vectors.h"
+#include "kernels.h"
 
 // The best `k` of each row of logits, best first, lower id at ties; weights are a softmax over them, or (not
 // renormalised) their shares of the softmax over all.
@@ -27,14 +27,6 @@ void route(const float *logits, i64 row_stride, i64 rows, i64 experts, i64 k, in
         for (i64 j = 0; j < k; j++) weights[r * k + j] /= total;
     }
 }
-
-typedef struct {
-    i64 hidden, inner, experts;
-    const void *gate_up, *down;
-    const float *gate_up_bias, *down_bias;
-    float limit, alpha;  // limit 0: silu(gate) * up
-    int half;            // the weights are bfloat16
-} bank_t;
 
 static void activate(float *both, i64 inner, float limit, float alpha, float weight, float *out) {
     const float *gate = both, *up = both + inner;

@@ -19,8 +19,8 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
-SOURCES = tuple(FOLDER / name for name in ("dense.c", "experts.c", "mixers.c"))
-HEADER = FOLDER / "vectors.h"
+SOURCES = tuple(FOLDER / name for name in ("dense.c", "experts.c", "mixers.c", "sublayers.c"))
+HEADERS = tuple(FOLDER / name for name in ("kernels.h", "vectors.h"))
 # NaN and infinity keep their meaning, and sums their order: a row's bits may not depend on what the compiler regroups.
 FLAGS = (
     "-O3", "-march=native", "-shared", "-fPIC", "-std=gnu11", "-Wno-psabi",
@@ -44,6 +44,46 @@ class Bank(Structure):
     ]
 
 
+class Layer(Structure):
+    """``linear_t``: a packed linear layer."""
+
+    _fields_ = [*_members(c_void_p, "weight bias"), *_members(c_int64, "columns depth"), ("half", c_int)]
+
+
+class Moe(Structure):
+    """``moe_t``: a router, its experts, a shared expert."""
+
+    _fields_ = [
+        *_members(Layer, "router shared_down"),
+        ("bank", Bank),
+        *_members(c_int64, "k shared"),
+        ("renormalise", c_int),
+    ]
+
+
+class DeltaNet(Structure):
+    """``delta_net_t``: a Gated DeltaNet layer."""
+
+    _fields_ = [
+        *_members(Layer, "inner outer"),
+        *_members(c_void_p, "conv decay_rate decay_bias norm"),
+        *_members(c_int64, "k_heads v_heads d_k d_v conv_width"),
+        *_members(c_float, "query_scale l2_eps eps"),
+    ]
+
+
+class AttentionProjections(Structure):
+    """``attention_layer_t``: what stands before and behind attention."""
+
+    _fields_ = [
+        *_members(Layer, "inner outer"),
+        ("head_norm", c_void_p),
+        *_members(c_int64, "heads kv_heads dim"),
+        ("eps", c_float),
+        ("gated", c_int),
+    ]
+
+
 class Attention(Structure):
     """``attention_t``: rows, their pages, and strides in elements."""
 
@@ -56,6 +96,10 @@ class Attention(Structure):
 
 
 _P, _N = c_void_p, c_int64
+_ROWS = (_P, _N, _N)
+"""Rows, their stride, how many."""
+_PAGES = (_P, _N, _N)
+"""Pages, strides of a page and of a token."""
 _SIGNATURES = {
     "linear": (_P, _N, _N, _N, _P, c_int, _N, _P, _P),
     "normalise": (_P, _N, _N, _N, _N, _P, _N, c_float, c_int, _P),
@@ -70,6 +114,10 @@ _SIGNATURES = {
     "conv_rows": (_P, _N, _N, _P, _N, _N, _P, _P, _N, _P, _P),
     "delta_gates": (_P, _N, _N, _N, _P, _P, _P, _P, _P),
     "delta_rows": (_P, _N, _P, _N, _P, _N, _P, c_int, _N, _P, _N, _N, _P, _N, _N, _N, _N, _P, _N, _P, _P),
+    "moe_step": (POINTER(Moe), _P, _N, _P, _P),
+    "delta_net_step": (POINTER(DeltaNet), _P, _N, _P, _N, _P, _N, _P, _P, _P),
+    "attention_front": (POINTER(AttentionProjections), *_ROWS, _P, _P, _N, *_PAGES, *_PAGES, _P, _P, _P, _P),
+    "attention_back": (POINTER(AttentionProjections), _P, _P, _N, _P),
     "paged_decode": (POINTER(Attention), _P, _P, _P, _P, _P, _P),
 }
 
@@ -135,7 +183,7 @@ def _cache_folder() -> Path:
 
 def _fingerprint(compiler: str) -> str:
     """Of all that decides the machine code: source, flags, compiler, processor."""
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in (HEADER, *SOURCES)))
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in (*HEADERS, *SOURCES)))
     digest.update(repr((FLAGS, compiler, platform.machine())).encode())
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():

@@ -1,6 +1,6 @@
 // Recurrent layers, and attention over pages.
 
-#include "vectors.h"
+#include "kernels.h"
 
 // ---- recurrent layers
 
@@ -146,6 +146,19 @@ INLINE v16 scores16(const float *q, const float *k, i64 stride, i64 dim, i64 tok
     return sums16(total);
 }
 
+// Where a token's row lies.
+INLINE const float *entry(const float *pages, const i64 *table, i64 t, i64 size, i64 page, i64 token) {
+    return pages + table[t / size] * page + (t % size) * token;
+}
+
+// Asks for some tokens' rows while those before them are worked on: most of what a step reads lies scattered in pages.
+INLINE void fetch_tokens(const float *pages, const i64 *table, i64 t, i64 length, i64 size, i64 page, i64 token, i64 row) {
+    for (i64 stop = t + LANES < length ? t + LANES : length; t < stop; t++) {
+        const float *from = entry(pages, table, t, size, page, token);
+        for (i64 i = 0; i < row; i += LANES) __builtin_prefetch(from + i, 0, 3);
+    }
+}
+
 // All heads of a row: keys are read once, in the order they lie in. Scores are [heads][visible tokens, whole vectors].
 static void attend_row(const attention_t *shape, i64 row, const float *query, const float *keys, const float *values,
                        const float *sinks, float *scores, float *out) {
@@ -153,11 +166,13 @@ static void attend_row(const attention_t *shape, i64 row, const float *query, co
     i64 length = shape->kv_len[row], size = shape->page_tokens;
     i64 start = shape->window && length > shape->window ? length - shape->window : 0, count = length - start;
     i64 line = (count + LANES - 1) / LANES * LANES;
+    i64 row_floats = shape->kv_heads * dim;
     const i64 *table = shape->tables + row * shape->max_pages - shape->first_page[row];
     for (i64 t = start, stop; t < length; t = stop) {
         stop = (t / size + 1) * size < length ? (t / size + 1) * size : length;
-        const float *k = keys + table[t / size] * shape->key_page + (t % size) * shape->key_token;
-        for (i64 i = t; i < stop; i += LANES, k += LANES * shape->key_token)
+        const float *k = entry(keys, table, t, size, shape->key_page, shape->key_token);
+        for (i64 i = t; i < stop; i += LANES, k += LANES * shape->key_token) {
+            fetch_tokens(keys, table, i + LANES, length, size, shape->key_page, shape->key_token, row_floats);
             for (i64 h = 0; h < heads; h++) {
                 const float *q = query + h * dim, *head = k + h / group * shape->key_head;
                 float *to = scores + h * line + i - start;
@@ -166,15 +181,20 @@ static void attend_row(const attention_t *shape, i64 row, const float *query, co
                 else
                     store_some(to, scores16(q, head, shape->key_token, dim, stop - i) * shape->scale, stop - i);
             }
+        }
     }
+    for (i64 t = start; t < start + LANES; t += LANES)
+        fetch_tokens(values, table, t, length, size, shape->value_page, shape->value_token, row_floats);
     for (i64 h = 0; h < heads; h++) {
         for (i64 t = count; t < line; t++) scores[h * line + t] = -INFINITY;
         softmax_line(scores + h * line, count, sinks ? sinks + h : 0);
     }
     memset(out, 0, sizeof(float) * heads * dim);
     for (i64 t = start, stop; t < length; t = stop) {
-        stop = (t / size + 1) * size < length ? (t / size + 1) * size : length;
-        const float *v = values + table[t / size] * shape->value_page + (t % size) * shape->value_token;
+        stop = t + LANES < (t / size + 1) * size ? t + LANES : (t / size + 1) * size;
+        if (stop > length) stop = length;
+        fetch_tokens(values, table, t + LANES, length, size, shape->value_page, shape->value_token, row_floats);
+        const float *v = entry(values, table, t, size, shape->value_page, shape->value_token);
         for (i64 first = 0; first < heads; first += group)
             for (i64 g = 0; g < group; g += ROWS) {
                 int rows = group - g < ROWS ? (int)(group - g) : ROWS;

@@ -3,8 +3,9 @@
 The file is :data:`MEASURED`, ``{"conditions": {...}, "figures": {...}}`` as every benchmark writes it; of its figures
 these are read, each by itself, so a file may hold only some of them:
 
-    launch_us_per_layer         time of a captured decode step beyond what it reads, by its layers: (time of the step -
-                                bytes read / rate of reading) / layers, at a batch whose work is negligible
+    launch_us_per_layer         time of a captured decode step of the Qwen3.5-4B shape at batch 1 beyond what it reads at
+                                the copy bandwidth, by its layers. Where weight_bandwidth_share is there too, what the
+                                weights' own rate explains of it is taken off: it is not paid twice
     prefill_flops_share         of :data:`DENSE_FLOPS_PER_S`: FLOP/s of a prefill of 2,048 tokens, attention counted
     attention_bandwidth_share   of :data:`COPY_BYTES_PER_S`: bytes of KV a second that decode attention reads
     weight_bandwidth_share      of :data:`COPY_BYTES_PER_S`: bytes of dense weights a second that a decode step reads
@@ -16,6 +17,8 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+from benchmarks.replay.shapes import QWEN35_4B
 
 MEASURED = Path(__file__).resolve().parents[1] / "results" / "h200" / "step_overhead.json"
 DENSE_FLOPS_PER_S = 790e12
@@ -72,6 +75,7 @@ def read_rates(path: Path = MEASURED) -> Rates:
     figures = json.loads(path.read_text())["figures"]
     rates = ASSUMED
     sources = dict(ASSUMED.sources)
+    measured = [field for figure, (field, _) in FIELDS.items() if figures.get(figure) is not None]
     for figure, (field, factor) in FIELDS.items():
         value = figures.get(figure)
         if value is None:
@@ -80,4 +84,8 @@ def read_rates(path: Path = MEASURED) -> Rates:
             raise ValueError(f"{path}: {figure} = {value} cannot be")
         rates = replace(rates, **{field: value * factor})
         sources[field] = f"measured: {figure} of {path.name}"
+    if {"layer_s", "weight_bytes_per_s"} <= set(measured):
+        slower_s = QWEN35_4B.dense_bytes * (1 / rates.weight_bytes_per_s - 1 / COPY_BYTES_PER_S)
+        rates = replace(rates, layer_s=max(0.0, rates.layer_s - slower_s / QWEN35_4B.num_layers))
+        sources["layer_s"] += ", less what the weights' rate explains"
     return replace(rates, sources=tuple(sources.items()))

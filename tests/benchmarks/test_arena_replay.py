@@ -196,6 +196,10 @@ def test_measured_rates_are_used_and_named(tmp_path: Path) -> None:
     plan = plan_of([1, 1], [999, 999], [True, True])
     slower = StepTime(QWEN35_4B, 1, 2048, rates).price(plan).seconds
     assert slower - StepTime(QWEN35_4B, 1, 2048).price(plan).seconds == pytest.approx(32 * 30e-6)
+    path.write_text(json.dumps({"figures": {"launch_us_per_layer": 90.0, "weight_bandwidth_share": 0.5}}))
+    both = read_rates(path)
+    whole = 32 * both.layer_s + 8.411e9 / both.weight_bytes_per_s
+    assert whole == pytest.approx(32 * 90e-6 + 8.411e9 / 4.2e12), "the step takes what was measured"
     path.write_text(json.dumps({"figures": {"attention_bandwidth_share": 1.2}}))
     with pytest.raises(ValueError, match="attention_bandwidth_share"):
         read_rates(path)

@@ -11,8 +11,8 @@ class ResidentExperts:
     """All experts of one layer on the device."""
 
     def __init__(self, bank: ExpertBank) -> None:
-        self._bank = bank
+        self.bank = bank
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """Weighted sum over the chosen experts, [tokens, H]."""
-        return run_experts(x, weights, experts, self._bank)
+        return run_experts(x, weights, experts, self.bank)

@@ -4,7 +4,7 @@ The file is :data:`MEASURED`, ``{"conditions": {...}, "figures": {...}}`` as eve
 these are read, each by itself, so a file may hold only some of them:
 
     launch_us_per_layer         time of a captured decode step of the Qwen3.5-4B shape at batch 1 beyond what it reads
-                                at the copy bandwidth, by its layers. Where weight_bandwidth_share is there too, what the
+                                at the copy bandwidth, by its layers. With weight_bandwidth_share, what the
                                 weights' own rate explains of it is taken off: it is not paid twice
     prefill_flops_share         of :data:`DENSE_FLOPS_PER_S`: FLOP/s of a prefill of 2,048 tokens, attention counted
     attention_bandwidth_share   of :data:`COPY_BYTES_PER_S`: bytes of KV a second that decode attention reads

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +29,8 @@ from worker.models.base import BuildOptions, ExpertFactory, Model, ModelFamily
 from worker.models.paged import table_experts
 from worker.models.resident import resident_experts
 from worker.quantization.choose import find_format
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +99,28 @@ def load_model(config: WorkerConfig, experts: ExpertFactory | None = None) -> Lo
     """Builds the model of ``config.model``; ``experts`` decides where routed experts live (None: resident,
     dequantised). ModelLoadError names everything that the folder lacks or has too much."""
     opened = open_model(config, experts)
+    started_s = time.perf_counter()
     with LoadProgress(Path(config.model), opened.num_elements) as bar:
         model = opened.build(WeightSource(opened.store, opened.device, opened.dtype, bar))
+    opened.store.close()
+    log.info("%s", _loaded_line(opened, time.perf_counter() - started_s))
     return LoadedModel(model, opened.info(model), opened.device, opened.dtype)
+
+
+def _loaded_line(opened: OpenedModel, seconds: float) -> str:
+    """What loading took, for the log."""
+    memory = f"host memory at most {peak_host_bytes() / 1e9:.2f} GB"
+    if opened.device.type == "cuda":
+        peak, now = torch.cuda.max_memory_allocated(opened.device), torch.cuda.memory_allocated(opened.device)
+        memory += f", device memory at most {peak / 1e9:.2f} GB, {now / 1e9:.2f} GB now"
+    return f"loaded {opened.num_elements / 1e9:.2f} billion weights in {seconds:.1f} s: {memory}"
+
+
+def peak_host_bytes() -> int:
+    """The most memory that this process ever had resident, mapped files included; 0 where Linux does not say."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.is_file() else []
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), 0)
 
 
 def open_model(config: WorkerConfig, experts: ExpertFactory | None = None) -> OpenedModel:
@@ -107,8 +130,6 @@ def open_model(config: WorkerConfig, experts: ExpertFactory | None = None) -> Op
     raw = read_json(folder / "config.json")
     device = choose_device(config.device)
     dtype_name = _dtype_name(config, raw, device)
-    if config.kv_dtype == "fp8_e4m3" and device.type == "cpu":
-        raise ConfigError(["kv_dtype='fp8_e4m3': a CPU keeps KV in 'auto' or 'bf16'"])
     kv_dtype = {"auto": dtype_name, "bf16": "bfloat16", "fp8_e4m3": "float8_e4m3fn"}[config.kv_dtype]
     architecture, family = _family(folder, raw)
     weight_format = find_format(_quantization(raw), dtype_name)

@@ -68,5 +68,10 @@ class DequantizedStore:
         for suffix in self._suffixes:
             stored = self._store.shape(f"{linear}.{suffix}")
             if stored is not None:
-                found[suffix] = self._store.read(f"{linear}.{suffix}", stored, init, device)
+                host = torch.device("cpu")  # where the formats unpack
+                found[suffix] = self._store.read(f"{linear}.{suffix}", stored, init, host)
         return self._format.dequantize_linear(found)
+
+    def close(self) -> None:
+        """See :class:`worker.execution.weights.TensorStore`."""
+        self._store.close()

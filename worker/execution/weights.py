@@ -15,6 +15,7 @@ from safetensors import safe_open
 from tqdm import tqdm
 
 from worker.errors import ModelLoadError
+from worker.execution.pinned_reader import PinnedReader, SafetensorsFile
 
 _LISTED = 12
 """How many names of a kind an error lists before it only counts."""
@@ -35,6 +36,10 @@ class TensorStore(Protocol):
         """The tensor, of the given shape."""
         ...
 
+    def close(self) -> None:
+        """All was read: lets files and buffers go; a later read opens them again."""
+        ...
+
 
 class CheckpointFiles:
     """The safetensors files of a folder, mapped into memory: bytes are read when a tensor is copied."""
@@ -43,6 +48,8 @@ class CheckpointFiles:
         """Opens the files; ModelLoadError where there are none or one is broken."""
         self._files: dict[str, Any] = {}
         self._place: dict[str, Path] = {}
+        self._plain: dict[Path, SafetensorsFile] = {}
+        self._reader: PinnedReader | None = None
         for path in _checkpoint_paths(folder):
             try:
                 handle = safe_open(str(path), framework="pt")
@@ -63,9 +70,22 @@ class CheckpointFiles:
         return tuple(self._files[str(self._place[name])].get_slice(name).get_shape())
 
     def read(self, name: str, shape: tuple[int, ...], init: str, device: torch.device) -> torch.Tensor:
-        """The tensor on the host, still backed by the file."""
-        tensor: torch.Tensor = self._files[str(self._place[name])].get_tensor(name)
+        """The tensor: for a GPU there, read through pinned buffers; else on the host, still backed by the file."""
+        path = self._place[name]
+        if device.type == "cuda":
+            if path not in self._plain:
+                self._plain[path] = SafetensorsFile(path)
+            self._reader = self._reader or PinnedReader(device)
+            return self._reader.read(self._plain[path], name)
+        tensor: torch.Tensor = self._files[str(path)].get_tensor(name)
         return tensor
+
+    def close(self) -> None:
+        """See :class:`TensorStore`."""
+        for file in self._plain.values():
+            file.close()
+        self._plain.clear()
+        self._reader = None
 
 
 def _checkpoint_paths(folder: Path) -> list[Path]:
@@ -111,6 +131,9 @@ class RandomTensors:
         if init == "normal":
             return tensor.mul_(shape[-1] ** -0.5)
         return tensor.mul_(0.1).add_(1.0 if init == "ones" else 0.0)
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 class WeightSource:
@@ -176,8 +199,8 @@ class WeightSource:
         tensor = self._store.read(name, shape, init, self.device)
         if self._progress is not None:
             self._progress.update(prod(shape))
-        # A copy, always: weights must not keep reading the file.
-        return tensor.to(self.device, tensor.dtype if raw else wanted, copy=True)
+        # A copy of what lies on the host, always: weights must not keep reading the file.
+        return tensor.to(self.device, tensor.dtype if raw else wanted, copy=not tensor.is_cuda)
 
     def leave(self, *prefixes: str) -> None:
         """Declares tensors that are known and not used, by prefix."""

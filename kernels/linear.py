@@ -40,4 +40,9 @@ class Linear:
             from kernels._triton import linear as on_gpu
 
             return on_gpu.linear(x if x.stride(1) == 1 else x.contiguous(), self._weight, self._bias)
+        if x.is_cuda and x.shape[0] == 1:
+            from kernels._triton import one_row
+
+            if one_row.serves(x, self._weight):
+                return one_row.linear_one_row(x, self._weight, self._bias)
         return F.linear(x, self._weight, self._bias)

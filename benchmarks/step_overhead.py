@@ -1,0 +1,98 @@
+"""Measures on a GPU the rates that step times are predicted from: launches, prefill, attention, weights.
+
+    python -m benchmarks.step_overhead --json benchmarks/results/h200/step_overhead.json
+
+All on the Qwen3.5-4B shape, random weights: the time of a captured step at batch 1 beyond what it reads at the copy
+bandwidth, by its layers; a prefill of 2,048 tokens as a share of 790 TFLOP/s; the KV that decode attention reads in 64
+contexts of 8,192 tokens, and the dense weights that products read at batch 1, as shares of the copy bandwidth.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+
+from benchmarks.cpu_engine import run_prompts
+from benchmarks.gpu_engine import GpuBench, copy_bytes_per_s, open_bench, random_prompts
+from benchmarks.prefill_speed import prefill_flops
+from benchmarks.replay.rates import DENSE_FLOPS_PER_S
+from benchmarks.report import Conditions, Report, publish, report_parser
+from benchmarks.shapes import shape_config
+from benchmarks.step_profile import Kernel, part_of, record_kernels
+from worker.advise.formats import find_format
+
+MODEL, FORMAT = "qwen3.5-4b", "bf16"
+CONTEXT, LONG, ROWS = 1024, 8192, 64
+PREFILL_TOKENS = 2048
+STEPS, SKIPPED = 48, 8
+PRODUCTS = r"nvjet|gemm|_one_row|splitKreduce|cutlass_80|gemv"
+
+
+def decode_step_s(bench: GpuBench, rows: int, context: int) -> float:
+    """Seconds between decode steps."""
+    bench.runner.claims = True
+    bench.log.steps.clear()
+    run_prompts(bench.engine, random_prompts(rows, context, bench.vocab_size), STEPS + SKIPPED)
+    steps = bench.log.decode_steps(rows, SKIPPED)
+    return (steps[-1].at_s - steps[0].at_s) / (len(steps) - 1)
+
+
+def decode_kernels(bench: GpuBench, rows: int, context: int, step_s: float) -> list[Kernel]:
+    """What ran in the last ten of some decode steps."""
+    prompts = random_prompts(rows, context, bench.vocab_size)
+    found = record_kernels(lambda: run_prompts(bench.engine, prompts, SKIPPED + 16))
+    end = max(kernel.end_us for kernel in found)
+    return [kernel for kernel in found if kernel.start_us > end - 1e7 * step_s]
+
+
+def seconds_of(kernels: list[Kernel], pattern: str = "", part: str = "") -> float:
+    """Of one of ten steps: the kernels of a name or of a part."""
+    chosen = [k for k in kernels if (part_of(k.name) == part if part else re.search(pattern, k.name))]
+    return sum(k.end_us - k.start_us for k in chosen) / 1e7
+
+
+def main() -> None:
+    """Measures and publishes."""
+    options = report_parser(__doc__).parse_args()
+    copy_rate = copy_bytes_per_s()
+    bench = open_bench(
+        MODEL, FORMAT, max_running=ROWS, max_model_len=2 * LONG, max_step_tokens=PREFILL_TOKENS
+    )
+    facts, geometry = shape_config(MODEL, FORMAT), bench.geometry
+    run_prompts(bench.engine, random_prompts(1, PREFILL_TOKENS, bench.vocab_size), 1)
+    for _ in range(5):
+        run_prompts(bench.engine, random_prompts(1, PREFILL_TOKENS, bench.vocab_size), 1)
+    prefill_s = statistics.median(step.device_s for step in bench.log.steps[1:] if step.num_prompt)
+    flops = prefill_flops(geometry, facts["num_attention_heads"], facts["head_dim"], PREFILL_TOKENS)
+    one_s = decode_step_s(bench, 1, CONTEXT)
+    read_s = bench.read_bytes(0.0, CONTEXT + STEPS / 2, 1) / copy_rate
+    weights_s = seconds_of(decode_kernels(bench, 1, CONTEXT, one_s), PRODUCTS)
+    many_s = decode_step_s(bench, ROWS, LONG)
+    attention_s = seconds_of(decode_kernels(bench, ROWS, LONG, many_s), part="attention")
+    kv_bytes = ROWS * LONG * geometry.full_kv_bytes()
+    row = {
+        "launch_us_per_layer": 1e6 * (one_s - read_s) / len(geometry.layers),
+        "prefill_flops_share": flops / prefill_s / DENSE_FLOPS_PER_S,
+        "attention_bandwidth_share": kv_bytes / attention_s / copy_rate,
+        "weight_bandwidth_share": geometry.dense_read_bytes(find_format(FORMAT)) / weights_s / copy_rate,
+        "step_ms_b1": 1e3 * one_s,
+        "step_ms_b64_c8k": 1e3 * many_s,
+        "attention_ms_b64_c8k": 1e3 * attention_s,
+        "prefill_ms_t2048": 1e3 * prefill_s,
+    }
+    bench.engine.close()
+    conditions = Conditions(
+        model="Qwen3.5-4B shape",
+        weights="random",
+        prompts="random ids; decode contexts claimed, not computed",
+        cache="warm kernels; no prefix cache",
+        batch=f"1 and {ROWS}; prefill 1",
+        context=f"{CONTEXT} and {LONG}; prefill {PREFILL_TOKENS}",
+        resident="dense",
+    )
+    notes = (f"copy bandwidth {copy_rate / 1e12:.2f} TB/s",)
+    publish(Report("step_overhead", conditions, (row,), notes), options.json)
+
+
+if __name__ == "__main__":
+    main()

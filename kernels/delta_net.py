@@ -1,0 +1,44 @@
+"""A Gated DeltaNet layer between its products at decode: one call where fused kernels serve it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+FusedDecode = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def fused_decode(
+    conv: torch.Tensor,
+    decay_rate: torch.Tensor,
+    decay_bias: torch.Tensor,
+    norm: torch.Tensor,
+    heads: tuple[int, int, int, int],
+    eps: float,
+    l2_eps: float,
+) -> FusedDecode | None:
+    """What advances rows by one token: (inner, conv_pages, state_pages, page) to [rows, v_heads * d_v], gated and
+    normed; see :func:`kernels._triton.delta_decode.delta_net_decode`. None where its parts are called one by one.
+
+    Args:
+        conv: [width, channels]; decay_rate, decay_bias: [v_heads] float32; norm: [d_v] float32.
+        heads: key heads, value heads, d_k, d_v.
+    """
+    key_heads, value_heads, key_dim, value_dim = heads
+    if not conv.is_cuda or key_dim != value_dim:
+        return None
+    from kernels._triton import delta_decode
+
+    parameters = delta_decode.DeltaParameters(
+        conv, decay_rate, decay_bias, norm, key_heads, value_heads, key_dim, eps, l2_eps
+    )
+    if not delta_decode.fits(parameters):
+        return None
+
+    def run(
+        inner: torch.Tensor, conv_pages: torch.Tensor, state_pages: torch.Tensor, page: torch.Tensor
+    ) -> torch.Tensor:
+        return delta_decode.delta_net_decode(inner, parameters, conv_pages, state_pages, page)
+
+    return run

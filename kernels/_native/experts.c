@@ -2,6 +2,24 @@
 
 #include "kernels.h"
 
+// Where the largest of n numbers is, the first of equal ones; 0 where none is a number.
+static i64 first_largest(const float *line, i64 n) {
+    v16 most16 = splat(-INFINITY);
+    i64 i = 0;
+    for (; i + LANES <= n; i += LANES) most16 = max16(load(line + i), most16);
+    float most = most16[0];
+    for (int j = 1; j < LANES; j++) most = most16[j] > most ? most16[j] : most;
+    for (; i < n; i++) most = line[i] > most ? line[i] : most;
+    for (i = 0; i < n; i++)
+        if (line[i] == most) return i;
+    return 0;
+}
+
+// chosen[r] = where row r of logits is largest.
+void greedy(const float *logits, i64 row_stride, i64 rows, i64 n, i64 *chosen) {
+    for (i64 r = 0; r < rows; r++) chosen[r] = first_largest(logits + r * row_stride, n);
+}
+
 // The best `k` of each row of logits, best first, lower id at ties; weights are a softmax over them, or (not
 // renormalised) their shares of the softmax over all.
 void route(const float *logits, i64 row_stride, i64 rows, i64 experts, i64 k, int renormalise, float *weights, i64 *chosen) {
@@ -11,9 +29,7 @@ void route(const float *logits, i64 row_stride, i64 rows, i64 experts, i64 k, in
         memcpy(scratch, line, sizeof scratch);
         float total = 0, most = 0;
         for (i64 j = 0; j < k; j++) {
-            i64 best = 0;
-            for (i64 e = 1; e < experts; e++)
-                if (scratch[e] > scratch[best]) best = e;
+            i64 best = first_largest(scratch, experts);
             if (j == 0) most = scratch[best];
             chosen[r * k + j] = best;
             weights[r * k + j] = exp1(scratch[best] - most);

@@ -109,6 +109,7 @@ _SIGNATURES = {
     "gated_norm": (_P, _P, _N, _N, _N, _N, _P, c_float),
     "add_norm": (_P, _P, _N, _N, _P, c_float, _P),
     "write_rows": (_P, _N, _N, _N, _P, _N, _N, _P, _P),
+    "greedy": (_P, _N, _N, _N, _P),
     "route": (_P, _N, _N, _N, _N, c_int, _P, _P),
     "experts": (POINTER(Bank), _P, _N, _N, _P, _P, _P),
     "conv_rows": (_P, _N, _N, _P, _N, _N, _P, _P, _N, _P, _P),

@@ -199,6 +199,14 @@ def route(logits: torch.Tensor, k: int, renormalise: bool) -> tuple[torch.Tensor
     return weights, chosen
 
 
+def greedy(logits: torch.Tensor) -> torch.Tensor:
+    """See :func:`kernels.sampling.greedy`; a row's logits lie side by side."""
+    loaded = _kernels(logits.shape[0])
+    chosen = torch.empty(logits.shape[0], dtype=torch.int64)
+    loaded.greedy(logits.data_ptr(), logits.stride(0), *logits.shape, chosen.data_ptr())
+    return chosen
+
+
 def make_bank(
     gate_up: torch.Tensor,
     down: torch.Tensor,

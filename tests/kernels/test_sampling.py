@@ -36,6 +36,18 @@ def drawn(
     return draw(logits.expand(n, -1), ones, ints(*[top_k] * n), ones * top_p, ones * min_p, keys)
 
 
+@pytest.mark.usefixtures("twins")
+@pytest.mark.parametrize("num_tokens", [1, 15, 16, 33, 4096])
+def test_greedy_takes_the_first_of_the_largest(num_tokens: int) -> None:
+    logits = torch.randint(-3, 3, (40, num_tokens + 2)).float()[:, 1:-1]
+    best = logits.max(-1, keepdim=True).values
+    expected = [row.index(True) for row in (logits == best).tolist()]
+    assert greedy(logits).tolist() == expected
+    logits[:, : num_tokens // 2] = -torch.inf
+    assert greedy(logits).min() >= num_tokens // 2
+    assert greedy(torch.full((2, num_tokens), -torch.inf)).tolist() == [0, 0]
+
+
 def test_noise_is_the_same_for_all_time() -> None:
     # Recorded once; a change would change every seeded answer.
     keys = noise_keys(ints(0, 1, -1, 2**63 - 1), ints(0, 5, 5, 100000))

@@ -1,0 +1,46 @@
+"""A fresh local Ray cluster with Serve, as a context. Which transport it has is decided by its environment variables,
+which Serve reads when it is first imported."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+TRANSPORTS: dict[str, dict[str, str]] = {
+    "default": {},
+    "haproxy": {
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+    },
+}
+SURROUNDINGS = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+LOGICAL_CPUS = 4
+
+
+@contextmanager
+def running_cluster(transport: str) -> Iterator[str]:
+    """Its address, ``http://host:port``. Never joins a cluster that runs already."""
+    os.environ.update(SURROUNDINGS | TRANSPORTS[transport])
+    import ray
+    from ray import serve
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ray.init(
+        "local",
+        num_cpus=LOGICAL_CPUS,
+        num_gpus=0,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=80_000_000,
+    )
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        serve.shutdown()
+        ray.shutdown()

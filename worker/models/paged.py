@@ -57,7 +57,7 @@ class PagedFactory:
             self._pager = ExpertPager(self._open_store(source.device), self._options)
         host = self._pager.host
         if not host.is_filled:
-            made_up = _made_up_blocks(experts, source)
+            made_up = made_up_blocks(experts, source)
             for expert in range(experts.num_experts):
                 block = host.block(experts.layer, expert)
                 if made_up is None:
@@ -110,7 +110,7 @@ def table_experts(experts: ExpertLayer, source: WeightSource, deterministic: boo
     """The factory that keeps every expert's block on the device, at constant addresses, for the same kernel that paged
     experts use: ``experts=resident`` on a GPU."""
     layout = experts.format.block_layout(experts.shape)
-    blocks = _made_up_blocks(experts, source)
+    blocks = made_up_blocks(experts, source)
     if blocks is None:
         size = 0 if source.rehearsing else layout.num_bytes
         blocks = torch.empty(experts.num_experts, size, dtype=torch.uint8, device=source.device)
@@ -124,7 +124,7 @@ def table_experts(experts: ExpertLayer, source: WeightSource, deterministic: boo
     return TableExperts(blocks, block_format(layout), inner, experts.activation, deterministic)
 
 
-def _made_up_blocks(experts: ExpertLayer, source: WeightSource) -> torch.Tensor | None:
+def made_up_blocks(experts: ExpertLayer, source: WeightSource) -> torch.Tensor | None:
     """Random weights of a layer as [experts, block_bytes] uint8 on a GPU, drawn in the blocks; None elsewhere, where
     each expert is drawn and packed as a checkpoint's."""
     if source.device.type != "cuda":

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from worker.config import WorkerConfig
+from worker.config import LOAD_MODES, WorkerConfig
 from worker.errors import ConfigError, HeadroomError
 from worker.model_folder import read_model_info
 from worker.verify.compare import CASES, Verifier
@@ -65,10 +65,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default="auto",
         help="resident, or streamed: one layer at a time over all steps (auto: resident where it fits)",
     )
+    parser.add_argument(
+        "--load",
+        choices=LOAD_MODES,
+        default="checkpoint",
+        help="random: made-up weights of the folder's config.json",
+    )
     parser.add_argument("--arena-bytes", type=int, default=_ARENA_BYTES)
     options = parser.parse_args(arguments)
     try:
-        config = WorkerConfig(model=str(options.model), device=options.device, dtype=options.dtype)
+        config = WorkerConfig(
+            model=str(options.model), device=options.device, dtype=options.dtype, load=options.load
+        )
         if options.prompts is not None:
             prompts = read_prompts(options.prompts, options.model)
         else:

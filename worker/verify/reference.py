@@ -17,6 +17,8 @@ from worker.experts.block_format import block_format
 from worker.experts.pager import TableExperts
 from worker.layers.mlp import RoutedExperts
 from worker.models.base import ExpertLayer
+from worker.models.paged import made_up_blocks
+from worker.quantization.base import ExpertShape, Format
 from worker.quantization.blocks import block_part
 from worker.quantization.unquantized import Unquantized
 from worker.scheduling.ledgers import make_ledger
@@ -105,20 +107,30 @@ def dequantized_experts(experts: ExpertLayer, source: WeightSource) -> RoutedExp
     dtype = str(source.dtype).removeprefix("torch.")
     dense, shape = Unquantized(dtype), experts.shape
     layout, stored = dense.block_layout(shape), experts.format.block_layout(shape)
+    made_up = made_up_blocks(experts, source)
     size = 0 if source.rehearsing else layout.num_bytes
     blocks = torch.empty(experts.num_experts, size, dtype=torch.uint8, device=source.device)
     for expert in range(experts.num_experts):
-        tensors = experts.read(expert)
-        if source.rehearsing:
-            continue
-        block = torch.empty(stored.num_bytes, dtype=torch.uint8, device=source.device)
-        experts.format.pack(tensors, shape, block)
-        gate_up, down = experts.format.dequantize(block, shape)
-        gate, up = gate_up.chunk(2)
-        plain = {"gate_proj.weight": gate, "up_proj.weight": up, "down_proj.weight": down}
-        if shape.has_bias:
-            gate_bias, up_bias = block_part(block, stored, "gate_up_bias").chunk(2)
-            plain["gate_proj.bias"], plain["up_proj.bias"] = gate_bias, up_bias
-            plain["down_proj.bias"] = block_part(block, stored, "down_bias")
-        dense.pack(plain, shape, blocks[expert])
+        if made_up is not None:
+            block = made_up[expert]
+        else:
+            tensors = experts.read(expert)
+            if source.rehearsing:
+                continue
+            block = torch.empty(stored.num_bytes, dtype=torch.uint8, device=source.device)
+            experts.format.pack(tensors, shape, block)
+        dense.pack(_plain(experts.format, block, shape), shape, blocks[expert])
     return TableExperts(blocks, block_format(layout), experts.shape.intermediate_size, experts.activation)
+
+
+def _plain(format: Format, block: torch.Tensor, shape: ExpertShape) -> dict[str, torch.Tensor]:
+    """The tensors of an unquantised checkpoint for one expert's block."""
+    layout = format.block_layout(shape)
+    gate_up, down = format.dequantize(block, shape)
+    gate, up = gate_up.chunk(2)
+    plain = {"gate_proj.weight": gate, "up_proj.weight": up, "down_proj.weight": down}
+    if shape.has_bias:
+        gate_bias, up_bias = block_part(block, layout, "gate_up_bias").chunk(2)
+        plain["gate_proj.bias"], plain["up_proj.bias"] = gate_bias, up_bias
+        plain["down_proj.bias"] = block_part(block, layout, "down_bias")
+    return plain

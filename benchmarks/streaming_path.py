@@ -39,17 +39,15 @@ TRANSPORTS: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """The engine's pace for a number of streams, and what the transport is taken to carry (messages a second)."""
+    """The engine's pace for a number of streams: tokens a second of each."""
 
     num_streams: int
     tokens_per_s: float
-    messages_per_s: float
 
 
-def pace_of(num_streams: int, transport: str, total_tokens_per_s: float) -> Pace:
+def pace_of(num_streams: int, total_tokens_per_s: float) -> Pace:
     """At most 200 tokens a second each, and ``total_tokens_per_s`` together."""
-    per_stream = min(200.0, total_tokens_per_s / num_streams)
-    return Pace(num_streams, per_stream, 7_000.0 if transport == "haproxy" else 1_500.0)
+    return Pace(num_streams, min(200.0, total_tokens_per_s / num_streams))
 
 
 class Server:
@@ -85,7 +83,6 @@ class Server:
             "tokens_per_s": pace.tokens_per_s,
             "tick_s": 0.004,
             "max_running": pace.num_streams + 8,
-            "messages_per_s": pace.messages_per_s,
         }
         self._process.stdin.write(json.dumps(options) + "\n")
         self._process.stdin.flush()
@@ -145,7 +142,7 @@ def run_transport(
     figures: dict[str, float] = {}
     with Server(transport) as server:
         for num_streams in streams:
-            pace = pace_of(num_streams, transport, total_tokens_per_s)
+            pace = pace_of(num_streams, total_tokens_per_s)
             server.deploy(pace)
             load = load_of(server.port, pace, measured_s)
             measured = asyncio.run(measure(load, server.cpu_seconds))

@@ -15,6 +15,7 @@ from ray.serve.deployment import Application
 from ray.serve.schema import LoggingConfig
 
 from serve_app.config import AppArgs
+from serve_app.deployments import ray_hooks
 from serve_app.deployments.dispatch import DispatchConfig
 from serve_app.deployments.router import ModelArgs, Router, RouterArgs, served_model
 from serve_app.deployments.worker import Worker, WorkerArgs
@@ -24,6 +25,11 @@ from serve_app.policies.placement import PlacementConfig
 
 ROUTER_REQUESTS = 10_000
 """The limit that sheds load is the Router's own queue; Serve's must not come before it."""
+
+PROXY_MESSAGES = 1_500.0
+HAPROXY_MESSAGES = 7_000.0
+"""Stream messages a second through one Router, on two cores that the workers and the clients share
+(benchmarks/streaming_path.py)."""
 
 QUIET = LoggingConfig(enable_access_log=False)
 """Else every report of every worker is a line in the log."""
@@ -103,10 +109,14 @@ def worker_args(args: AppArgs) -> WorkerArgs:
         snapshot_interval_s=args.snapshot_interval_s,
         coalescing=CoalescingConfig(
             # What one worker may send, when all send alike.
-            messages_per_s=args.messages_per_s * args.router_replicas / max(1, args.replicas)
+            messages_per_s=_messages_per_s(args) * args.router_replicas / max(1, args.replicas)
         ),
         log_level=args.log_level,
     )
+
+
+def _messages_per_s(args: AppArgs) -> float:
+    return args.messages_per_s or (HAPROXY_MESSAGES if ray_hooks.behind_haproxy() else PROXY_MESSAGES)
 
 
 def _router(args: AppArgs) -> serve.Deployment:

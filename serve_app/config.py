@@ -95,9 +95,10 @@ class AppArgs(BaseModel):
         default=0.03, gt=0, description="Least time between a worker's reports."
     )
     messages_per_s: float = Field(
-        default=1500.0,
-        gt=0,
-        description="Stream messages per second that one router should carry; tokens are coalesced to keep to it.",
+        default=0.0,
+        ge=0,
+        description="Stream messages per second that one router should carry; tokens are coalesced to keep to it. "
+        "0: as measured, 1500 through Serve's own proxy and 7000 behind HAProxy.",
     )
     graceful_shutdown_timeout_s: float = Field(
         default=600.0,

@@ -144,11 +144,11 @@ FAULTS = [
         tests=(f"{_TESTS}/test_admission.py::test_deadlines_end_the_wait",),
     ),
     Fault(
-        "first tokens are kept back",
+        "the more streams, the more messages",
         "serve_app.policies.coalescing",
-        old="        if self._last_sent_s is None:\n            return now_s",
-        new="        if self._last_sent_s is None:\n            return now_s + interval_s(num_streams, self._config)",
-        tests=(f"{_TESTS}/test_coalescing.py::test_the_first_token_goes_at_once_and_the_next_waits",),
+        old="    max_interval_s: float = 1.0\n",
+        new="    max_interval_s: float = 0.1\n",
+        tests=(f"{_TESTS}/test_coalescing.py::test_so_it_does_by_default_up_to_a_thousand_streams",),
     ),
     Fault(
         "a scaling policy that fails takes the controller with it",

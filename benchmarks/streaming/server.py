@@ -2,7 +2,7 @@
 
     python -m benchmarks.streaming.server PORT
 
-Each line on standard input is a JSON object of options (``tokens_per_s``, ``max_running``, ``messages_per_s``); the
+Each line on standard input is a JSON object of options (``tokens_per_s``, ``tick_s``, ``max_running``); the
 application is deployed anew with them and ``ready`` is printed. The end of the input ends the process. Which
 transport is used is a matter of Serve's environment variables, read when this process starts.
 """

@@ -18,22 +18,17 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from serve_app.deployments.protocol import StreamItem
+from serve_app.policies.coalescing import rest_s
 from worker.api import FinishReason, TokenEvent
 from worker.errors import EngineDead
 
 HELLO = b""
 """First message of a trunk: the worker knows it now."""
-SHORTEST_REST_S = 0.004
-"""Between two messages, for small numbers of streams: what an engine's fast step takes."""
-LONGEST_REST_S = 0.015
 MESSAGE_TOKENS = 65_536
 """Most tokens of a message (some are more, if one stream has them): what has piled up behind a busy Router must stay
 below the size that the transport carries."""
 LOGPROBS_WEIGHT = 32
 """A token with log-probabilities counts as so many."""
-MESSAGES_PER_TURN = 5
-"""In one interval: few enough to be cheap, and enough that a Router is never busy with one message for long."""
-
 GIVEN_UP = TokenEvent("", finish_reason=FinishReason.ABORT, error="the worker gave the request up")
 
 Entry = tuple[int, tuple[int, ...] | StreamItem, int]
@@ -154,7 +149,7 @@ class OutgoingTrunk:
             entries = self._due(time.monotonic())
             if entries:
                 yield encode(entries)
-            await asyncio.sleep(self._rest_s())
+            await asyncio.sleep(rest_s(self._interval_s()))
 
     def close(self) -> None:
         """Ends the trunk, and with an error all that is carried."""
@@ -164,9 +159,6 @@ class OutgoingTrunk:
         self._turns.clear()
         self._overdue.clear()
         self._taken.set()
-
-    def _rest_s(self) -> float:
-        return min(max(self._interval_s() / MESSAGES_PER_TURN, SHORTEST_REST_S), LONGEST_REST_S)
 
     def _due(self, now_s: float) -> list[Entry]:
         """What the seats whose turn it is have to say. One that has nothing is asked again the next time."""

@@ -68,7 +68,7 @@ def test_tokens_gaps_and_first_tokens_are_counted() -> None:
     assert measured.num_messages == len(measured.sizes) > 20
     assert 0.0 < min(measured.first_token_s) < 0.1
     assert min(measured.gaps_s) > 0.01
-    figures = figures_of(measured, load, pace_of(4, "haproxy", 1e9))
+    figures = figures_of(measured, load, pace_of(4, 1e9))
     assert figures["tokens_per_s"] == pytest.approx(measured.num_tokens / 0.8)
     assert figures["begun_per_s"] == pytest.approx(len(measured.first_token_s) / 0.8)
     assert figures["message_tokens_max"] == 4
@@ -79,7 +79,7 @@ def test_a_stream_that_brings_too_little_is_a_failure() -> None:
     measured, load = _run(cut=1)
     assert measured.failures
     assert any("8 of 12" in sentence for sentence in measured.failures)
-    assert figures_of(measured, load, pace_of(4, "default", 1e9))["failures"] > 0
+    assert figures_of(measured, load, pace_of(4, 1e9))["failures"] > 0
 
 
 def test_a_stream_that_stands_still_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def test_a_stream_that_stands_still_is_a_failure(monkeypatch: pytest.MonkeyPatch
 def test_what_was_not_measured_is_no_figure() -> None:
     load = Load(80, 4, 12)
     with pytest.raises(ValueError, match="nothing was measured"):
-        figures_of(Measured(), load, pace_of(4, "default", 1e9))
+        figures_of(Measured(), load, pace_of(4, 1e9))
 
 
 def test_the_first_streams_end_evenly() -> None:
@@ -100,14 +100,14 @@ def test_the_first_streams_end_evenly() -> None:
 
 @pytest.mark.parametrize(("streams", "per_stream"), [(1, 200.0), (256, 200.0), (1_000, 56.0)])
 def test_the_pace_is_bounded_per_stream_and_in_all(streams: int, per_stream: float) -> None:
-    assert pace_of(streams, "haproxy", 56_000.0).tokens_per_s == pytest.approx(per_stream)
+    assert pace_of(streams, 56_000.0).tokens_per_s == pytest.approx(per_stream)
 
 
 @pytest.mark.parametrize(
     ("streams", "tokens", "ramp_s"), [(1, 600, 2.0), (256, 1_024, 2.56), (1_000, 1_120, 10.0)]
 )
 def test_streams_are_long_enough_that_few_begin_at_once(streams: int, tokens: int, ramp_s: float) -> None:
-    load = load_of(80, pace_of(streams, "haproxy", 56_000.0), 5.0)
+    load = load_of(80, pace_of(streams, 56_000.0), 5.0)
     assert (load.tokens_per_stream, load.ramp_s) == (tokens, pytest.approx(ramp_s))
 
 

@@ -129,3 +129,31 @@ def test_bfloat16_errs_no_more_than_the_reference_in_bfloat16(family: str) -> No
         ours.append((torch.tensor(values) - right).abs().mean().item())
         theirs.append((near - right).abs().mean().item())
     assert sum(ours) < 2 * sum(theirs) + 0.05, (ours, theirs)
+
+
+def mean_error(folder: Path, kv_dtype: str) -> float:
+    """Of first tokens' log-probabilities in float32 but for keys and values."""
+    runner = ModelRunner(WorkerConfig(model=str(folder), kv_dtype=kv_dtype, page_tokens=16))
+    driver = PlanDriver(runner, arena_bytes=1 << 24)
+    runner.arena.buffer.fill_(0xFF)
+    errors = []
+    for n in (31, 90, 130):
+        prompt = random_prompt(random.Random(n), n)
+        request = driver.add(prompt, SamplingParams(max_tokens=2, temperature=0.0, logprobs=20))
+        driver.step({request: n - 12})
+        ids, values = zip(*driver.step({request: 12})[1].logprobs[0][0].top, strict=True)
+        with torch.inference_mode():
+            logits = reference_model(folder)(torch.tensor([prompt])).logits[0, -1]
+        errors.append((torch.tensor(values) - logits.log_softmax(-1)[list(ids)]).abs().mean().item())
+    return sum(errors) / len(errors)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "gpt_oss"])
+def test_fp8_keys_and_values_err_as_their_mantissa_says(family: str) -> None:
+    folder = tiny_folder(family)
+    specs = ModelRunner(WorkerConfig(model=str(folder), kv_dtype="fp8_e4m3")).page_specs
+    rows = {row.name: row.dtype for spec in specs for part in spec.layers for row in part.rows}
+    assert (rows["k"], rows["v"], rows["k_scale"]) == ("float8_e4m3fn", "float8_e4m3fn", "float32")
+    # Three bits of mantissa against bfloat16's seven: 16 times its error, with room for what few numbers tell.
+    ratio = mean_error(folder, "fp8_e4m3") / mean_error(folder, "bf16")
+    assert 4 < ratio < 48

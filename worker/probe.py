@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,8 +25,8 @@ PIN_TRIAL_BYTES = 4 * 2**30
 class MeasuredMachine:
     """Rates in bytes per second, memory rates count bytes read and bytes written; 0 without a GPU.
 
-    ``link_bytes_per_s`` is one large copy's; ``gather_bytes_per_s`` what GPU programs reach that read scattered blocks
-    in place, as they read missing experts. ``lines`` says the same in words, each with its conditions.
+    ``link_bytes_per_s`` is one large copy's. ``gather``: (bytes, seconds), how long GPU programs take that read
+    scattered blocks in place, as they read missing experts. ``lines`` says the same in words, with its conditions.
     """
 
     gpu_bytes: int
@@ -35,7 +35,7 @@ class MeasuredMachine:
     host_memory_bytes_per_s: float
     pinnable_bytes: int
     lines: tuple[str, ...]
-    gather_bytes_per_s: float = 0.0
+    gather: tuple[tuple[int, float], ...] = ()
 
 
 def measure_machine() -> MeasuredMachine:
@@ -58,16 +58,25 @@ def measure_machine() -> MeasuredMachine:
     free, total = torch.cuda.mem_get_info()
     pinnable, pin_line = _tried_to_pin(pinnable, reason, f"ulimit -l is {lock_limit / 1e6:.1f} MB" * limited)
     link, memory = gpu_copy_rates()
-    alone, many = gather_rates()
+    gather = gather_curve()
     lines += [
         pin_line,
         f"GPU: {torch.cuda.get_device_name()}, {total / 1e9:.1f} GB, {free / 1e9:.1f} GB free.",
         f"GPU memory: {memory / 1e9:.0f} GB/s read and written (copy of 256 MiB, best of {REPEATS}).",
         f"Link: {link / 1e9:.1f} GB/s from pinned host memory (one copy of 256 MiB, best of {REPEATS}).",
-        f"Gather: {many / 1e9:.1f} GB/s by GPU programs that read 64 blocks of 4 MiB in mapped host memory, "
-        f"{alone / 1e9:.1f} GB/s one block alone (best of {REPEATS}).",
+        f"Gather: {_gather_words(gather)}, by GPU programs that read them in mapped host memory (best of {REPEATS}).",
     ]
-    return MeasuredMachine(total, link, memory, host_rate, pinnable, tuple(lines), many)
+    return MeasuredMachine(total, link, memory, host_rate, pinnable, tuple(lines), gather)
+
+
+def _gather_words(gather: Sequence[tuple[int, float]]) -> str:
+    if not gather:
+        return "not measured, the memory for it could not be pinned"
+    rates = [
+        f"{size / seconds / 1e9:.1f} GB/s {size // BLOCK_BYTES} block{'s' * (size > BLOCK_BYTES)} of 4 MiB"
+        for size, seconds in gather
+    ]
+    return ", ".join(rates)
 
 
 def _best_rate(num_bytes: int, work: Callable[[], None]) -> float:
@@ -109,16 +118,21 @@ def gpu_copy_rates() -> tuple[float, float]:
     return _best_rate(COPY_BYTES, from_host), _best_rate(8 * 2 * COPY_BYTES, on_device)
 
 
-def gather_rates() -> tuple[float, float]:
-    """(one block alone, 64 blocks at once): rates at which GPU programs bring blocks from mapped host memory.
-    (0, 0) where the memory for it cannot be pinned."""
+def gather_curve() -> tuple[tuple[int, float], ...]:
+    """(bytes, seconds) to bring 1, 2, 4 ... 64 blocks of 4 MiB from mapped host memory, each number in one launch;
+    empty where the memory for it cannot be pinned."""
     region = HostRegion(COPY_BYTES)
     if pin(region.data) is not None:
-        return 0.0, 0.0
+        return ()
     try:
-        steps = torch.arange(COPY_BYTES // BLOCK_BYTES, device="cuda") * BLOCK_BYTES
-        addresses = region.data.data_ptr() + steps
-        return gather_rate(addresses[:1], BLOCK_BYTES), gather_rate(addresses, BLOCK_BYTES)
+        addresses = (
+            region.data.data_ptr() + torch.arange(COPY_BYTES // BLOCK_BYTES, device="cuda") * BLOCK_BYTES
+        )
+        counts = [2**power for power in range(len(addresses).bit_length())]
+        return tuple(
+            (count * BLOCK_BYTES, count * BLOCK_BYTES / gather_rate(addresses[:count], BLOCK_BYTES))
+            for count in counts
+        )
     finally:
         unpin(region.data)
 

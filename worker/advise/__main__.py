@@ -46,6 +46,8 @@ class MeasuredMachine(Protocol):
     @property
     def pinnable_bytes(self) -> int: ...
     @property
+    def gather(self) -> tuple[tuple[int, float], ...]: ...
+    @property
     def lines(self) -> tuple[str, ...]: ...
 
 
@@ -121,6 +123,8 @@ def _machine(options: argparse.Namespace, measured: MeasuredMachine | None) -> M
         host_bytes=int(chosen(options.host_bytes, measured.pinnable_bytes if measured else 0, 64e9)),
         memory_bytes_per_s=chosen(memory, measured.memory_bytes_per_s if measured else 0, 900e9),
         runtime_bytes=options.runtime_bytes,
+        # What was measured here says nothing of a link that was given.
+        gather=measured.gather if measured and link is None else (),
     )
 
 

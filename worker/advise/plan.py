@@ -26,13 +26,21 @@ RUNTIME_BYTES = 1_500_000_000
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a machine has. ``runtime_bytes`` of the GPU go to the driver's context, workspaces and activations."""
+    """What a machine has. ``runtime_bytes`` of the GPU go to the driver's context, workspaces and activations.
+    ``gather``: (bytes, seconds) measured to bring experts of a layer together; empty: at the link's rate."""
 
     gpu_bytes: int
     link_bytes_per_s: float
     host_bytes: int
     memory_bytes_per_s: float
     runtime_bytes: int = RUNTIME_BYTES
+    gather: tuple[tuple[int, float], ...] = ()
+
+    def link_curve(self, expert_bytes: int) -> LinkCurve:
+        """``t_link(n)`` for experts of so many bytes."""
+        if not self.gather:
+            return LinkCurve.at_rate(expert_bytes, self.link_bytes_per_s)
+        return LinkCurve(tuple((num_bytes / expert_bytes, seconds) for num_bytes, seconds in self.gather))
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +175,7 @@ def resident_row(plan: Plan, num_resident: int) -> ResidentRow:
     miss_rate = uniform_miss_rate(num_resident, geometry.num_experts)
     missed = plan.distinct_per_layer * miss_rate
     hit_s = (plan.distinct_per_layer - missed) * expert_bytes / machine.memory_bytes_per_s
-    link = LinkCurve.at_rate(expert_bytes, machine.link_bytes_per_s)
+    link = machine.link_curve(expert_bytes)
     link_bytes = geometry.num_moe_layers * missed * expert_bytes
     left = plan.arena_bytes - places_bytes
     return ResidentRow(

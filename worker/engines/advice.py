@@ -9,7 +9,7 @@ import torch
 from worker.advise.start import StartRates, start_lines
 from worker.config import WorkerConfig
 from worker.execution.loading import choose_device
-from worker.probe import gather_rates, gpu_copy_rates, pinnable_bytes
+from worker.probe import gather_curve, gpu_copy_rates, pinnable_bytes
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +32,11 @@ def _measured(device: torch.device) -> StartRates | None:
     try:
         with torch.cuda.device(device):
             _, memory = gpu_copy_rates()
-            _, gather = gather_rates()
+            curve = gather_curve()
             torch.cuda.empty_cache()
     except torch.OutOfMemoryError:
         return None
-    return StartRates(gather, memory) if gather else None
+    if not curve:
+        return None
+    num_bytes, seconds = curve[-1]
+    return StartRates(num_bytes / seconds, memory)

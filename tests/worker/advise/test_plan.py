@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,21 @@ def test_more_resident_experts_leave_less_context_and_miss_less() -> None:
         assert more.in_layer_s < less.in_layer_s
         assert more.foresight_s <= more.in_layer_s
     assert rows[-1].in_layer_s == rows[-1].foresight_s == plan(concurrency=4, context=8192).resident_s
+
+
+def test_a_measured_link_is_slower_for_few_experts() -> None:
+    """4.72 MB alone at 20 GB/s, many together at 50: the limit of a step with few misses falls by that."""
+    found = plan(concurrency=1, context=8192)
+    expert = found.geometry.expert_bytes(found.weights)
+    points = ((expert, expert / 20e9), (64 * expert, 64 * expert / 50e9))
+    slow = replace(found, machine=replace(found.machine, gather=points))
+    assert slow.machine.link_curve(expert).seconds(1) == pytest.approx(expert / 20e9)
+    assert found.machine.link_curve(expert).seconds(1) == pytest.approx(expert / 50e9)
+    # One expert missed in each layer (K = 112 of 128, 8 a token).
+    fast_row, slow_row = resident_row(found, 112), resident_row(slow, 112)
+    hit_s = 7 * expert / 1e12
+    assert fast_row.in_layer_s == pytest.approx(found.resident_s + 48 * (expert / 50e9 - hit_s))
+    assert slow_row.in_layer_s == pytest.approx(found.resident_s + 48 * (expert / 20e9 - hit_s))
 
 
 def test_the_context_that_fits_is_the_last_that_does() -> None:
@@ -195,12 +211,16 @@ def test_measuring_fills_in_what_was_not_given(
 ) -> None:
     import worker.probe as probe
 
-    measured = probe.MeasuredMachine(80 * 10**9, 40e9, 2e12, 50e9, 100 * 10**9, ("Link: 40.0 GB/s.",))
+    gather = ((4 << 20, 2e-4), (64 << 20, 2e-3))
+    measured = probe.MeasuredMachine(80 * 10**9, 40e9, 2e12, 50e9, 100 * 10**9, ("Link: 40.0 GB/s.",), gather)
     monkeypatch.setattr(probe, "measure_machine", lambda: measured)
     assert main(["qwen3-30b-a3b", "--measure", "--json", "--link-gbps", "20"]) == 0
     machine = json.loads(capsys.readouterr().out)["machine"]
     assert (machine["gpu_bytes"], machine["link_bytes_per_s"]) == (80 * 10**9, 20e9)
     assert (machine["host_bytes"], machine["memory_bytes_per_s"]) == (100 * 10**9, 2e12)
+    assert machine["gather"] == [], "a given link is not the measured one"
+    main(["qwen3-30b-a3b", "--measure", "--json"])
+    assert json.loads(capsys.readouterr().out)["machine"]["gather"] == [list(point) for point in gather]
     main(["qwen3-30b-a3b", "--measure"])
     assert "- Link: 40.0 GB/s." in capsys.readouterr().out
 

@@ -129,9 +129,9 @@ def test_a_padded_mxfp4_tail_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_stale_place_fails_and_is_also_found_by_the_running_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts that come from the host are not stored, so their places still hold who was there before."""
-    run = paging.run_experts
+    run: Any = paging.run_experts
 
-    def forgetful(*args: Any) -> torch.Tensor:
+    def forgetful(*args: Any) -> Any:
         return run(*args[:7], None, *args[8:])
 
     monkeypatch.setattr(paging, "run_experts", forgetful)

@@ -16,12 +16,14 @@ _PAGE_TOKENS_2 = 16
 
 @dataclass(frozen=True, slots=True)
 class FlashPlan:
-    """A step's rows as the library wants them: pages counted from each row's first one, int32."""
+    """A step's rows as the library wants them: pages counted from each row's first one, int32, and how its work is
+    shared out (None: found anew in each layer)."""
 
     shape: AttentionShape
     geometry: PagedGeometry
     tables: torch.Tensor
     kv_len: torch.Tensor
+    schedule: torch.Tensor | None
 
 
 class FlashAttention:
@@ -36,7 +38,9 @@ class FlashAttention:
         if isinstance(found, str):
             return found
         if shape.kv_dtype == "float8_e4m3fn":
-            return "keys and values in FP8 have a scale per token and head, and FlashAttention takes one per row"
+            return (
+                "keys and values in FP8 have a scale per token and head, and FlashAttention takes one per row"
+            )
         if shape.kv_dtype not in _DTYPES:
             return f"FlashAttention computes in {' or '.join(_DTYPES)}, not in {shape.kv_dtype}"
         if shape.head_dim > 256 or shape.head_dim % 8:
@@ -47,9 +51,24 @@ class FlashAttention:
 
     def plan(self, geometry: PagedGeometry, shape: AttentionShape) -> AttentionPlan:
         """Launches what turns tables to int32 and counts a window's rows from their first page."""
-        tables = geometry.tables.clamp(min=0).to(torch.int32)  # -1 lies behind a row's end, but nothing proves it
-        kv_len = geometry.kv_len - geometry.first_page * geometry.page_tokens
-        return FlashPlan(shape, geometry, tables, kv_len.clamp_(min=0))
+        tables = geometry.tables.clamp(min=0).to(
+            torch.int32
+        )  # -1 lies behind a row's end, but nothing proves it
+        kv_len = (geometry.kv_len - geometry.first_page * geometry.page_tokens).clamp_(min=0)
+        library = _library(geometry.kv_len.device)
+        schedule = library.schedule(
+            {
+                **_common(shape, geometry, kv_len),
+                "batch_size": kv_len.shape[0],
+                "num_heads": shape.num_heads,
+                "num_heads_k": shape.num_kv_heads,
+                "headdim": shape.head_dim,
+                "headdim_v": shape.head_dim,
+                "qkv_dtype": getattr(torch, shape.kv_dtype),
+                "page_size": geometry.page_tokens,
+            }
+        )
+        return FlashPlan(shape, geometry, tables, kv_len, schedule)
 
     def run(
         self,
@@ -61,33 +80,44 @@ class FlashAttention:
     ) -> torch.Tensor:
         """See :class:`worker.attention.base.AttentionBackend`."""
         assert isinstance(plan, FlashPlan)
-        library = find_library(query.device)
-        assert isinstance(library, FlashLibrary)
         shape, geometry = plan.shape, plan.geometry
         dtype = pages.key.dtype
         same = query.dtype == dtype
         result = out if same else torch.empty(out.shape, dtype=dtype, device=out.device)
-        reach = -1 if shape.window is None else shape.window - 1
-        library.call(
+        _library(query.device).call(
             {
+                **_common(shape, geometry, plan.kv_len),
                 "q": query if same else query.to(dtype),
                 "k": pages.key,
                 "v": pages.value,
                 "out": result,
-                "out_": result,
-                "cu_seqlens_q": geometry.query_start,
-                "seqused_k": plan.kv_len,
                 "page_table": plan.tables,
                 "block_table": plan.tables,
-                "block_table_": plan.tables,
-                "max_seqlen_q": geometry.max_query_len,
-                "max_seqlen_k": geometry.max_kv_len,
                 "softmax_scale": shape.scale,
-                "is_causal": True,
-                "causal": True,
-                "window_size_left": reach,
-                "window_size_right": 0 if reach >= 0 else -1,
+                "scheduler_metadata": plan.schedule,
                 "s_aux": None if sinks is None else sinks.to(torch.bfloat16),
             }
         )
         return out if same else out.copy_(result)
+
+
+def _library(device: torch.device) -> FlashLibrary:
+    found = find_library(device)
+    if isinstance(found, str):
+        raise RuntimeError(f"flash was chosen though it is not usable: {found}")
+    return found
+
+
+def _common(shape: AttentionShape, geometry: PagedGeometry, kv_len: torch.Tensor) -> dict[str, object]:
+    """What both of the library's operators are told."""
+    reach = -1 if shape.window is None else shape.window - 1
+    return {
+        "cu_seqlens_q": geometry.query_start,
+        "seqused_k": kv_len,
+        "max_seqlen_q": geometry.max_query_len,
+        "max_seqlen_k": geometry.max_kv_len,
+        "is_causal": True,
+        "causal": True,
+        "window_size_left": reach,
+        "window_size_right": 0 if reach >= 0 else -1,
+    }

@@ -15,6 +15,7 @@ import torch
 VARIABLE = "HEADROOM_FLASH_ATTN"
 _FOLDERS = (("vllm_flash_attn", ""), ("vllm", "vllm_flash_attn"))
 _OPERATORS = {3: ("_vllm_fa3_C", "fwd"), 2: ("_vllm_fa2_C", "varlen_fwd")}
+_SCHEDULER = "get_scheduler_metadata"
 _LEAST_CAPABILITY = {3: 9, 2: 8}
 _ONES = ("cp_world_size",)
 """Whole-number arguments whose neutral value is 1."""
@@ -22,11 +23,13 @@ _ONES = ("cp_world_size",)
 
 @dataclass(frozen=True, slots=True)
 class FlashLibrary:
-    """A loaded library: ``version`` 2 or 3, its file, and the operator."""
+    """A loaded library: ``version`` 2 or 3, its file, the operator, and version 3's operator that shares a step's work
+    out among the GPU's processors (else the first one does it anew in every layer), where the build has it."""
 
     version: int
     path: Path
     operator: Any
+    scheduler: Any | None
 
     def takes(self, name: str) -> bool:
         """Whether the operator has an argument ``name``; builds differ."""
@@ -34,8 +37,15 @@ class FlashLibrary:
 
     def call(self, values: Mapping[str, object]) -> Any:
         """Calls the operator with ``values`` by argument name, and what does nothing for all others."""
-        arguments = self.operator.default._schema.arguments
-        return self.operator(*(values.get(a.name, _neutral(a)) for a in arguments))
+        return _call(self.operator, values)
+
+    def schedule(self, values: Mapping[str, object]) -> torch.Tensor | None:
+        """What ``call`` takes as ``scheduler_metadata`` for the same rows; None where the build cannot say."""
+        return None if self.scheduler is None else _call(self.scheduler, values)
+
+
+def _call(operator: Any, values: Mapping[str, object]) -> Any:
+    return operator(*(values.get(a.name, _neutral(a)) for a in operator.default._schema.arguments))
 
 
 def _neutral(argument: Any) -> object:
@@ -70,11 +80,11 @@ def load(version: int, path: Path) -> FlashLibrary | str:
     namespace, name = _OPERATORS[version]
     try:
         torch.ops.load_library(str(path))
-        operator = getattr(getattr(torch.ops, namespace), name)
-        assert operator.default is not None
+        operators = getattr(torch.ops, namespace)
+        operator = getattr(operators, name)
     except (OSError, RuntimeError, AttributeError) as error:
         return f"{path} does not load ({str(error).splitlines()[0]})"
-    return FlashLibrary(version, path, operator)
+    return FlashLibrary(version, path, operator, None)
 
 
 @cache

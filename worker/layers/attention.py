@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from kernels.linear import Linear
-from kernels.pointwise import mul_sigmoid, rms_norm, rotate
+from kernels.pointwise import mul_sigmoid, norm_rotate
+from kernels.sublayers import AttentionStep, attention_step
+from worker.attention.base import KvPages
 from worker.execution.context import ForwardContext
 
 
@@ -104,30 +106,55 @@ class AttentionWeights:
 class AttentionLayer:
     """One attention sublayer."""
 
-    def __init__(self, layer: int, sizes: AttentionSizes, weights: AttentionWeights, eps: float) -> None:
+    def __init__(
+        self,
+        layer: int,
+        sizes: AttentionSizes,
+        weights: AttentionWeights,
+        eps: float,
+        deterministic: bool = False,
+    ) -> None:
         self._layer = layer
         self._sizes = sizes
-        self._inner = Linear(weights.inner, weights.inner_bias)
-        self._outer = Linear(weights.outer, weights.outer_bias)
+        self._inner = Linear(weights.inner, weights.inner_bias, deterministic)
+        self._outer = Linear(weights.outer, weights.outer_bias, deterministic)
         self._head_norm = weights.head_norm
         self._sinks = weights.sinks
         self._gated = weights.gated
         self._eps = eps
+        heads = (sizes.num_heads, sizes.num_kv_heads, sizes.head_dim)
+        self._step = attention_step(self._inner, self._outer, weights.head_norm, heads, weights.gated, eps)
 
     def __call__(self, x: torch.Tensor, rotation: Rotation, context: ForwardContext) -> torch.Tensor:
         """[tokens, H] to [tokens, H]."""
+        if self._step is not None:
+            pages = context.pages(self._layer)
+            if pages.key_scale is None and self._step.takes(x, pages.key, pages.value):
+                return self._in_three_calls(self._step, x, rotation, context, pages)
         sizes = self._sizes
         turned = sizes.num_heads + sizes.num_kv_heads
         dim = sizes.head_dim
         inner = self._inner(x)
         heads = inner[:, : (turned + sizes.num_kv_heads) * dim].view(x.shape[0], -1, dim)
-        query_key = heads[:, :turned]
-        if self._head_norm is not None:
-            query_key = rms_norm(query_key, self._head_norm, self._eps)
-        rotate(query_key, rotation.cos, rotation.sin)
+        query_key = norm_rotate(heads[:, :turned], self._head_norm, self._eps, rotation.cos, rotation.sin)
         query, key = query_key[:, : sizes.num_heads], query_key[:, sizes.num_heads :]
         mixed = context.attend(sizes.group, self._layer, query, key, heads[:, turned:], self._sinks)
         mixed = mixed.flatten(1)
         if self._gated:
             mixed = mul_sigmoid(mixed, inner[:, (turned + sizes.num_kv_heads) * dim :])
         return self._outer(mixed)
+
+    def _in_three_calls(
+        self,
+        step: AttentionStep,
+        x: torch.Tensor,
+        rotation: Rotation,
+        context: ForwardContext,
+        pages: KvPages,
+    ) -> torch.Tensor:
+        """The same: what stands before attention, attention, what stands behind it."""
+        rows = context.groups[self._sizes.group]
+        query, inner = step.front(
+            x, rotation.cos, rotation.sin, pages.key, pages.value, rows.page, rows.offset
+        )
+        return step.back(context.read(self._sizes.group, pages, query, self._sinks), inner)

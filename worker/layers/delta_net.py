@@ -6,18 +6,24 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.delta_net import fused_decode
 from kernels.linear import Linear
 from kernels.pointwise import gated_norm, l2_norm
 from kernels.recurrent import (
     causal_conv_rows,
     causal_conv_step,
+    chunked_problem,
     delta_gates,
     delta_rule_chunks,
     delta_rule_step,
 )
+from kernels.sublayers import delta_net_step
 from memory.api import LayerRows, Row
 from worker.execution.context import ForwardContext
 from worker.layers.attention import Rotation
+
+_L2_EPS = 1e-6
+"""Of the norms of queries and keys: part of the layer, not of its configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,36 +74,77 @@ class DeltaNetWeights:
 class DeltaNetLayer:
     """One Gated DeltaNet sublayer."""
 
-    def __init__(self, layer: int, sizes: DeltaNetSizes, weights: DeltaNetWeights, eps: float) -> None:
+    def __init__(
+        self,
+        layer: int,
+        sizes: DeltaNetSizes,
+        weights: DeltaNetWeights,
+        eps: float,
+        deterministic: bool = False,
+    ) -> None:
         self._layer = layer
         self._sizes = sizes
-        self._inner = Linear(weights.inner)
-        self._outer = Linear(weights.outer)
+        self._inner = Linear(weights.inner, deterministic=deterministic)
+        self._outer = Linear(weights.outer, deterministic=deterministic)
+        device, dtype = weights.outer.device, weights.outer.dtype
+        self._chunked = not deterministic and chunked_problem(device, dtype) is None
         self._conv = weights.conv
         self._decay_rate = weights.decay_rate
         self._decay_bias = weights.decay_bias
         self._norm = weights.norm
         self._eps = eps
+        heads = (sizes.num_key_heads, sizes.num_value_heads, sizes.key_dim, sizes.value_dim)
+        # Its sums are in another order than those of rows of many tokens.
+        self._fused = None
+        if not deterministic:
+            self._fused = fused_decode(
+                weights.conv, weights.decay_rate, weights.decay_bias, weights.norm, heads, eps, _L2_EPS
+            )
+        self._whole = delta_net_step(
+            self._inner,
+            self._outer,
+            weights.conv,
+            weights.decay_rate,
+            weights.decay_bias,
+            weights.norm,
+            heads,
+            eps,
+            _L2_EPS,
+        )
 
     def __call__(self, x: torch.Tensor, rotation: Rotation, context: ForwardContext) -> torch.Tensor:
         """[tokens, H] to [tokens, H]; rows' states advance."""
         assert context.state is not None
+        if self._whole is not None and context.num_decode_rows == x.shape[0]:
+            pages = context.views[self._layer, "conv"], context.views[self._layer, "state"]
+            if self._whole.takes(x, *pages):
+                return self._whole(x, *pages, context.state.decode_page)
         sizes = self._sizes
         channels, heads = sizes.conv_channels, sizes.num_value_heads
         inner = self._inner(x)
         values = heads * sizes.value_dim
+        rows, total = context.num_decode_rows, x.shape[0]
+        ahead = []
+        if rows and self._fused is not None:
+            pages = context.views[self._layer, "conv"], context.views[self._layer, "state"]
+            ahead.append(self._fused(inner[:rows], *pages, context.state.decode_page))
+            if rows == total:
+                return self._outer(ahead[0])
+            inner, total, rows = inner[rows:], total - rows, 0
         z = inner[:, channels : channels + values]
         gates = delta_gates(inner[:, channels + values :], self._decay_bias, self._decay_rate)
         log_decay, decay, beta = gates
-        rows, total = context.num_decode_rows, x.shape[0]
         parts = []
         if rows:
             parts.append(self._step(inner[:rows, :channels], decay[:rows], beta[:rows], context))
         if rows < total:
-            parts.append(self._chunks(inner[rows:, :channels], log_decay[rows:], beta[rows:], context))
+            exponential = None if self._chunked else decay[rows:]
+            parts.append(
+                self._chunks(inner[rows:, :channels], log_decay[rows:], exponential, beta[rows:], context)
+            )
         mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
-        gated = gated_norm(mixed, z, self._norm, self._eps)
-        return self._outer(gated.flatten(1).to(x.dtype))
+        gated = gated_norm(mixed, z, self._norm, self._eps).flatten(1)
+        return self._outer(torch.cat([*ahead, gated]) if ahead else gated)
 
     def _step(
         self, mixed: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, context: ForwardContext
@@ -110,7 +157,12 @@ class DeltaNetLayer:
         return delta_rule_step(query, key, value, decay, beta, state_pages, page)
 
     def _chunks(
-        self, mixed: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor, context: ForwardContext
+        self,
+        mixed: torch.Tensor,
+        log_decay: torch.Tensor,
+        decay: torch.Tensor | None,
+        beta: torch.Tensor,
+        context: ForwardContext,
     ) -> torch.Tensor:
         assert context.state is not None
         assert context.state.layout is not None
@@ -119,14 +171,14 @@ class DeltaNetLayer:
         mixed = causal_conv_rows(mixed, self._conv, conv_pages, page, layout)
         query, key, value = self._heads(mixed)
         state_pages = context.views[self._layer, "state"]
-        return delta_rule_chunks(query, key, value, log_decay, beta, state_pages, page, layout)
+        return delta_rule_chunks(query, key, value, log_decay, beta, state_pages, page, layout, decay)
 
     def _heads(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q (scaled) and k L2-normed per head, v; float32."""
         sizes = self._sizes
         wide, num_tokens = mixed.float(), mixed.shape[0]
         keys = 2 * sizes.num_key_heads * sizes.key_dim
-        normed = l2_norm(wide[:, :keys].view(num_tokens, -1, sizes.key_dim))
+        normed = l2_norm(wide[:, :keys].view(num_tokens, -1, sizes.key_dim), _L2_EPS)
         query = normed[:, : sizes.num_key_heads] * sizes.key_dim**-0.5
         value = wide[:, keys:].view(num_tokens, -1, sizes.value_dim)
         return query, normed[:, sizes.num_key_heads :], value

@@ -10,6 +10,9 @@ import torch
 from kernels.linear import Linear
 from kernels.moe import route
 from kernels.pointwise import silu_and_mul
+from kernels.sublayers import moe_step
+from worker.execution.context import ForwardContext
+from worker.layers.experts import ResidentExperts
 
 
 class RoutedExperts(Protocol):
@@ -23,12 +26,12 @@ class RoutedExperts(Protocol):
 class GatedMlp:
     """``down(silu(gate x) * (up x))``."""
 
-    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, deterministic: bool = False) -> None:
         """``gate_up`` [2 * I, H], gate above up; ``down`` [H, I]."""
-        self._gate_up = Linear(gate_up)
-        self._down = Linear(down)
+        self._gate_up = Linear(gate_up, deterministic=deterministic)
+        self._down = Linear(down, deterministic=deterministic)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """[tokens, H] to [tokens, H]."""
         gate, up = self._gate_up(x).chunk(2, -1)
         return self._down(silu_and_mul(gate, up))
@@ -57,21 +60,35 @@ class MoeMlp:
         experts_per_token: int,
         renormalise: bool,
         shared: SharedExpert | None = None,
+        deterministic: bool = False,
     ) -> None:
         """``router``: [experts, H] rows; with a shared expert followed by its gate [1, H], its gate_proj [I, H] and
         its up_proj [I, H]."""
-        self._router = Linear(router, router_bias)
+        self._router = Linear(router, router_bias, deterministic)
         self._experts = experts
         self._num_experts = num_experts
         self._experts_per_token = experts_per_token
         self._renormalise = renormalise
         self._shared_size = shared.intermediate_size if shared is not None else 0
-        self._shared_down = Linear(shared.down) if shared is not None else None
+        self._shared_down = Linear(shared.down, deterministic=deterministic) if shared is not None else None
+        self._step = None
+        if isinstance(experts, ResidentExperts):
+            self._step = moe_step(
+                self._router,
+                experts.bank,
+                experts_per_token,
+                renormalise,
+                self._shared_size,
+                self._shared_down,
+            )
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[tokens, H] to [tokens, H]."""
+    def __call__(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """[tokens, H] to [tokens, H]; padding takes no experts."""
+        if self._step is not None and self._step.takes(x):
+            return self._step(x)
         inner = self._router(x)
-        weights, experts = route(inner[:, : self._num_experts], self._experts_per_token, self._renormalise)
+        logits = inner[:, : self._num_experts]
+        weights, experts = route(logits, self._experts_per_token, self._renormalise, context.live)
         out = self._experts(x, weights, experts)
         if self._shared_down is None:
             return out

@@ -139,13 +139,14 @@ class ExpertFactory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
-    """What a model is told beside its configuration: names of KV and activation dtypes, where experts live, and the
-    checkpoint's weight format."""
+    """What a model is told beside its configuration: names of KV and activation dtypes, where experts live, the
+    checkpoint's weight format, and whether results may depend on the batch (``deterministic``: not)."""
 
     kv_dtype: str
     dtype: str
     experts: ExpertFactory
     format: Format
+    deterministic: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +206,10 @@ class GroupCollector:
         if held != shape:
             raise ModelLoadError(f"layers of group {name!r} differ in shape: {held} and {shape}")
         sizes = (shape.num_kv_heads, shape.head_dim)
-        layers.append(LayerRows(layer, (Row("k", sizes, self._kv_dtype), Row("v", sizes, self._kv_dtype))))
+        rows = [Row("k", sizes, self._kv_dtype), Row("v", sizes, self._kv_dtype)]
+        if self._kv_dtype == "float8_e4m3fn":
+            rows += [Row(name, (shape.num_kv_heads,), "float32") for name in ("k_scale", "v_scale")]
+        layers.append(LayerRows(layer, tuple(rows)))
         return name
 
     def state(self, rows: LayerRows) -> None:

@@ -106,7 +106,7 @@ def build(raw: Mapping[str, Any], source: WeightSource, options: BuildOptions) -
     frequencies, factor = yarn_frequencies(theta, settings.head_dim, settings.rope, source.device)
     rope = Rope(frequencies, factor, source.dtype)
     return Model(
-        decoder=Decoder(embedding, layers, final_norm, head, rope, settings.eps),
+        decoder=Decoder(embedding, layers, final_norm, head, rope, settings.eps, options.deterministic),
         groups=groups.groups(),
         vocab_size=settings.vocab_size,
         max_model_len=settings.max_position,
@@ -151,7 +151,7 @@ def _attention(
         kv_dtype=options.kv_dtype,
     )
     sizes = AttentionSizes(heads, kv_heads, dim, groups.attention(layer, shape))
-    return AttentionLayer(layer, sizes, weights, settings.eps)
+    return AttentionLayer(layer, sizes, weights, settings.eps, options.deterministic)
 
 
 def _mlp(settings: GptOssSettings, source: WeightSource, options: BuildOptions, layer: int) -> MoeMlp:
@@ -171,7 +171,9 @@ def _mlp(settings: GptOssSettings, source: WeightSource, options: BuildOptions, 
     )
     router = source.take(f"{name}.router.weight", (count, hidden))
     bias = source.take(f"{name}.router.bias", (count,), init="zeros")
-    return MoeMlp(router, bias, experts, count, settings.experts_per_token, renormalise=True)
+    return MoeMlp(
+        router, bias, experts, count, settings.experts_per_token, True, deterministic=options.deterministic
+    )
 
 
 def _biases(

@@ -16,7 +16,7 @@ from kernels.pointwise import GatedActivation
 from worker.attention.base import AttentionShape
 from worker.execution.weights import WeightSource
 from worker.layers.attention import AttentionLayer, AttentionSizes, AttentionWeights, Rope, plain_frequencies
-from worker.layers.decoder import Decoder, DecoderLayer
+from worker.layers.decoder import Decoder, DecoderLayer, Mlp
 from worker.layers.delta_net import DeltaNetLayer, DeltaNetSizes, DeltaNetWeights
 from worker.layers.mlp import GatedMlp, MoeMlp, SharedExpert
 from worker.models.base import BuildOptions, ExpertLayer, GroupCollector, Model, ModelConfig
@@ -25,8 +25,6 @@ from worker.quantization.base import ExpertShape
 
 LINEAR, FULL = "linear_attention", "full_attention"
 _FULL_EVERY = 4
-
-Mlp = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +96,7 @@ def build_dense(raw: Mapping[str, Any], source: WeightSource, options: BuildOpti
     inner = config.integer("intermediate_size")
 
     def mlp(prefix: str, layer: int) -> Mlp:
-        return _gated_mlp(source, prefix, settings.hidden_size, inner)
+        return _gated_mlp(source, prefix, settings.hidden_size, inner, options.deterministic)
 
     return _build(settings, source, options, mlp)
 
@@ -128,7 +126,9 @@ def build_moe(raw: Mapping[str, Any], source: WeightSource, options: BuildOption
             ExpertLayer(layer, num_experts, per_token, shape, format, read, GatedActivation()), source
         )
         shared = SharedExpert(shared_size, shared_down)
-        return MoeMlp(torch.cat(router), None, experts, num_experts, per_token, True, shared)
+        return MoeMlp(
+            torch.cat(router), None, experts, num_experts, per_token, True, shared, options.deterministic
+        )
 
     return _build(settings, source, options, mlp, num_experts, per_token)
 
@@ -173,7 +173,7 @@ def _build(
     frequencies = plain_frequencies(settings.rope_theta, settings.rotary_dim, source.device)
     rope = Rope(frequencies, 1.0, source.dtype)
     return Model(
-        decoder=Decoder(embedding, layers, final_norm, head, rope, settings.eps),
+        decoder=Decoder(embedding, layers, final_norm, head, rope, settings.eps, options.deterministic),
         groups=groups.groups(),
         vocab_size=settings.vocab_size,
         max_model_len=settings.max_position,
@@ -188,10 +188,11 @@ def _centred_norm(source: WeightSource, name: str, size: int) -> torch.Tensor:
     return 1.0 + source.take(name, (size,), init="zeros", dtype=torch.float32)
 
 
-def _gated_mlp(source: WeightSource, prefix: str, hidden: int, inner: int) -> GatedMlp:
+def _gated_mlp(source: WeightSource, prefix: str, hidden: int, inner: int, deterministic: bool) -> GatedMlp:
     gate = source.take(f"{prefix}.gate_proj.weight", (inner, hidden))
     up = source.take(f"{prefix}.up_proj.weight", (inner, hidden))
-    return GatedMlp(torch.cat([gate, up]), source.take(f"{prefix}.down_proj.weight", (hidden, inner)))
+    down = source.take(f"{prefix}.down_proj.weight", (hidden, inner))
+    return GatedMlp(torch.cat([gate, up]), down, deterministic)
 
 
 def _attention(
@@ -231,7 +232,7 @@ def _attention(
         gated=True,
     )
     sizes = AttentionSizes(heads, kv_heads, dim, groups.attention(layer, shape))
-    return AttentionLayer(layer, sizes, weights, settings.eps)
+    return AttentionLayer(layer, sizes, weights, settings.eps, options.deterministic)
 
 
 def _delta_net(
@@ -261,4 +262,4 @@ def _delta_net(
         outer=source.take(f"{name}.out_proj.weight", (hidden, values)),
     )
     groups.state(sizes.rows(layer, options.dtype))
-    return DeltaNetLayer(layer, sizes, weights, settings.eps)
+    return DeltaNetLayer(layer, sizes, weights, settings.eps, options.deterministic)

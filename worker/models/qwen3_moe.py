@@ -47,7 +47,15 @@ def build(raw: Mapping[str, Any], source: WeightSource, options: BuildOptions) -
     head = embedding if tied else source.take("lm_head.weight", (vocab_size, hidden))
     frequencies = plain_frequencies(float(rope["rope_theta"]), head_dim, source.device)
     return Model(
-        decoder=Decoder(embedding, layers, final_norm, head, Rope(frequencies, 1.0, source.dtype), eps),
+        decoder=Decoder(
+            embedding,
+            layers,
+            final_norm,
+            head,
+            Rope(frequencies, 1.0, source.dtype),
+            eps,
+            options.deterministic,
+        ),
         groups=groups.groups(),
         vocab_size=vocab_size,
         max_model_len=config.integer("max_position_embeddings"),
@@ -105,7 +113,7 @@ def _attention(
     )
     shape = AttentionShape(heads, kv_heads, dim, dim**-0.5, kv_dtype=options.kv_dtype)
     sizes = AttentionSizes(heads, kv_heads, dim, groups.attention(layer, shape))
-    return AttentionLayer(layer, sizes, weights, eps)
+    return AttentionLayer(layer, sizes, weights, eps, options.deterministic)
 
 
 def _mlp(
@@ -126,4 +134,6 @@ def _mlp(
         ExpertLayer(layer, num_experts, per_token, shape, format, read, GatedActivation()), source
     )
     renormalise = config.flag("norm_topk_prob", False)
-    return MoeMlp(router, None, experts, num_experts, per_token, renormalise)
+    return MoeMlp(
+        router, None, experts, num_experts, per_token, renormalise, deterministic=options.deterministic
+    )

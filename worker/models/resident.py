@@ -1,4 +1,4 @@
-"""Builds resident experts: every expert of a layer is read, dequantised and laid into one bank."""
+"""Builds resident experts: blocks on a GPU; on a CPU every expert of a layer, dequantised and laid into one bank."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from worker.execution.weights import WeightSource
 from worker.layers.experts import ResidentExperts
 from worker.layers.mlp import RoutedExperts
 from worker.models.base import ExpertLayer
+from worker.models.paged import table_experts
 from worker.quantization.blocks import block_part
 
 
 def resident_experts(experts: ExpertLayer, source: WeightSource) -> RoutedExperts:
-    """The factory for ``experts=resident``."""
+    """The factory for ``experts=resident``: blocks as they are for the GPU's kernel, elsewhere a bank of floats."""
+    if source.device.type == "cuda":
+        return table_experts(experts, source)
     shape, count = experts.shape, experts.num_experts
     hidden, inner = shape.hidden_size, shape.intermediate_size
     gate_up = _empty(source, count, hidden, 2 * inner)

@@ -74,7 +74,10 @@ def test_what_cannot_be_deterministic_is_refused(settings: dict[str, str]) -> No
         ModelRunner(WorkerConfig(model=folder, deterministic=True, num_threads=1, **settings))
 
 
-def test_no_other_device_claims_to_be_deterministic() -> None:
-    config = WorkerConfig(model="any", deterministic=True)
-    with pytest.raises(ConfigError, match="device=cpu"):
+@pytest.mark.parametrize("name", ["torch", "flash"])
+def test_a_gpu_is_deterministic_by_the_kernels_that_are(name: str) -> None:
+    config = WorkerConfig(model="any", deterministic=True, attention_backend=name)
+    with pytest.raises(ConfigError, match="needs attention_backend='triton'"):
         choose_backend(config, (), torch.device("cuda:0"))
+    asked = WorkerConfig(model="any", deterministic=True)
+    assert choose_backend(asked, (), torch.device("cuda:0")).name == "triton"

@@ -6,7 +6,7 @@ import asyncio
 import cProfile
 import pstats
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,16 @@ class _ProfiledRunner:
     @property
     def page_specs(self) -> tuple[PageSpec, ...]:
         return self._runner.page_specs
+
+    @property
+    def figures(self) -> Mapping[str, float]:
+        return self._runner.figures
+
+    def measure_arena_bytes(self) -> int:
+        return self._runner.measure_arena_bytes()
+
+    def capture_graphs(self) -> None:
+        self._runner.capture_graphs()
 
     def attach_memory(self, specs: Sequence[PageSpec], arena_bytes: int) -> None:
         self._runner.attach_memory(specs, arena_bytes)

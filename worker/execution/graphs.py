@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
+from typing import Any
 
 import torch
 
@@ -52,7 +53,7 @@ class DecodeGraphs:
         log.info("captured %d decode graphs in %.1f s", len(self._graphs), time.perf_counter() - started_s)
 
     def _capture(
-        self, key: tuple[int, int], stream: torch.cuda.Stream, pool: tuple[int, int]
+        self, key: tuple[int, int], stream: torch.cuda.Stream, pool: Any
     ) -> torch.cuda.CUDAGraph:
         stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()

@@ -82,7 +82,7 @@ class PinnedReader:
             self._turn = 1 - self._turn
             buffer, sent = self._buffers[self._turn][: len(part)], self._sent[self._turn]
             sent.synchronize()
-            file.read_into(memoryview(buffer.numpy()), offset + start)
+            file.read_into(buffer.numpy().data, offset + start)
             part.copy_(buffer, non_blocking=True)
             sent.record()
         return target.view(dtype).view(shape)

@@ -2,27 +2,35 @@
 
     python -m benchmarks.decode_speed --models qwen3-30b-a3b.bf16 --batches 1 64 --contexts 1k [--json FILE]
 
-Through the engine with its scheduler, greedy. Contexts are claimed, not computed (see ``benchmarks.gpu_engine``). The
-limit is what a step must read over the copy bandwidth measured in the same run: dense weights, the distinct experts
+Through the engine with its scheduler, drawn at temperature 1. Contexts are claimed, not computed (see
+``benchmarks.gpu_engine``). The limit is what a step must read over the copy bandwidth measured in the same run: dense weights, the distinct experts
 that its tokens really took, KV and states.
 """
 
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Mapping
 
 import torch
 
-from benchmarks.cpu_engine import run_prompts
-from benchmarks.gpu_engine import GpuBench, copy_bytes_per_s, open_bench, random_prompts
+from benchmarks.gpu_engine import (
+    GpuBench,
+    copy_bytes_per_s,
+    generate,
+    generating,
+    open_bench,
+    random_prompts,
+)
 from benchmarks.report import Conditions, Report, Value, publish, report_parser
 from benchmarks.step_profile import breakdown, heaviest, record_kernels
 from worker.advise.limits import resident_step_s, share_of_limit
 
 CONTEXTS = {"1k": 1024, "8k": 8192}
 SKIPPED = 8
-PROFILED = 24
+PROFILED = 16
+PROFILER_START_S = 0.6
 
 
 def measure(
@@ -32,7 +40,7 @@ def measure(
     prompts = random_prompts(batch, context, bench.vocab_size)
     bench.runner.claims = True
     bench.log.steps.clear()
-    run_prompts(bench.engine, prompts, num_steps + SKIPPED + 2)
+    generate(bench.engine, prompts, num_steps + SKIPPED + 2)
     steps = bench.log.decode_steps(batch, SKIPPED)
     step_s = (steps[-1].at_s - steps[0].at_s) / (len(steps) - 1)
     distinct = bench.count_distinct(prompts)
@@ -49,10 +57,10 @@ def measure(
     lines: list[str] = []
     parts: Mapping[str, float] = {}
     if profiles:
-        kernels = record_kernels(lambda: run_prompts(bench.engine, prompts, PROFILED + SKIPPED))
-        taken = PROFILED // 2
-        parts = breakdown(kernels, taken * step_s, taken)
-        lines = heaviest([k for k in kernels if k.start_us >= kernels[-1].end_us - 1e6 * taken * step_s])
+        with generating(bench, prompts, int(PROFILER_START_S / step_s) + 2 * PROFILED):
+            kernels = record_kernels(lambda: time.sleep(PROFILED * step_s))
+        parts = breakdown(kernels, (kernels[-1].end_us - kernels[0].start_us) / 1e6 / step_s)
+        lines = heaviest(kernels)
     names = ("attention", "linear_attention", "experts", "rest", "launch_gaps", "host_gaps")
     row.update({f"{name}_ms": parts.get(name) for name in names})
     row["kernels"] = parts.get("kernels")
@@ -86,7 +94,7 @@ def main() -> None:
             model,
             format,
             max_running=max(options.batches),
-            max_model_len=2 * CONTEXTS[max(options.contexts)],
+            max_model_len=2 * max(CONTEXTS[name] for name in options.contexts),
             max_step_tokens=2048,
             deterministic=options.deterministic,
             attention_backend=options.attention_backend,

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import statistics
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from benchmarks.cpu_engine import run_prompts
 from benchmarks.shapes import shape_folder, shape_geometry
 from worker.advise.formats import WeightFormat, find_format
 from worker.advise.geometry import ModelGeometry
 from worker.advise.limits import step_read_bytes
+from worker.api import GenerateRequest, SamplingParams
 from worker.config import WorkerConfig
 from worker.engines.native import NativeEngine
 from worker.execution.runner import LaunchedStep, ModelRunner
@@ -29,6 +32,7 @@ from worker.scheduling.step import StepPlan, StepResult
 
 COPY_BYTES = 4 << 30
 FIRST_TOKEN_ID = 1000
+COALESCE_S = 0.02
 
 
 class CountingExperts:
@@ -154,7 +158,7 @@ class GpuBench:
             return 0.0
         self.runner.claims = True
         self.runner.count_experts(True)
-        run_prompts(self.engine, prompts, num_steps)
+        generate(self.engine, prompts, num_steps + 4)
         return self.runner.count_experts(False)
 
     def read_bytes(self, distinct: float, context: float, batch: int) -> float:
@@ -189,6 +193,42 @@ def open_bench(model: str, format: str, **settings: object) -> GpuBench:
     engine = NativeEngine(config, make_runner, record=log.record)
     took_s = time.perf_counter() - started_s
     return GpuBench(engine, made[0], log, shape_geometry(folder), find_format(format), took_s)
+
+
+async def _follow(engine: NativeEngine, name: str) -> None:
+    async for event in engine.stream(name):
+        if event.error:
+            raise RuntimeError(event.error)
+        await asyncio.sleep(COALESCE_S)  # as the service reads: in batches
+
+
+async def _generate(engine: NativeEngine, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> None:
+    names = [f"{time.perf_counter()}-{number}" for number in range(len(prompts))]
+    for name, prompt in zip(names, prompts, strict=True):
+        engine.submit(GenerateRequest(name, tuple(prompt), sampling))
+    await asyncio.gather(*(_follow(engine, name) for name in names))
+
+
+def generate(engine: NativeEngine, prompts: Sequence[Sequence[int]], num_new: int) -> None:
+    """``num_new`` tokens for each prompt, all at once, drawn at temperature 1: random weights, asked greedily, soon
+    say the same to everybody, and rows that agree take the same experts."""
+    asyncio.run(
+        _generate(engine, prompts, SamplingParams(max_tokens=num_new, temperature=1.0, ignore_eos=True))
+    )
+
+
+@contextmanager
+def generating(bench: GpuBench, prompts: Sequence[Sequence[int]], num_new: int) -> Iterator[None]:
+    """The same beside what is done within, which begins when all rows decode."""
+    bench.log.steps.clear()
+    thread = threading.Thread(target=generate, args=(bench.engine, prompts, num_new))
+    thread.start()
+    while len(bench.log.decode_steps(len(prompts), 0)) < 3 and thread.is_alive():
+        time.sleep(1e-3)
+    try:
+        yield
+    finally:
+        thread.join()
 
 
 def random_prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> list[tuple[int, ...]]:

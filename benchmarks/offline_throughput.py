@@ -147,8 +147,7 @@ def measure(
     if not profiles:
         return row, []
     kernels = record_kernels(lambda: run_closed_loop(bench, few, load.concurrency, 48))
-    span_s = (kernels[-1].end_us - kernels[0].start_us) / 1e6
-    parts = [f"{part} {value:.2f}" for part, value in breakdown(kernels, span_s, 1).items()]
+    parts = [f"{part} {value:.2f}" for part, value in breakdown(kernels, 1).items()]
     return row, [", ".join(parts), *heaviest(kernels, 40)]
 
 

@@ -61,7 +61,7 @@ def measure(
     if not profiles:
         return row, []
     kernels = record_kernels(lambda: run_prompts(bench.engine, prompts, 1))
-    row.update({f"{part}_ms": value for part, value in breakdown(kernels, 1.0, 1).items()})
+    row.update({f"{part}_ms": value for part, value in breakdown(kernels, 1).items()})
     return row, heaviest(kernels, 20)
 
 

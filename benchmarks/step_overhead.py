@@ -11,9 +11,17 @@ from __future__ import annotations
 
 import re
 import statistics
+import time
 
 from benchmarks.cpu_engine import run_prompts
-from benchmarks.gpu_engine import GpuBench, copy_bytes_per_s, open_bench, random_prompts
+from benchmarks.gpu_engine import (
+    GpuBench,
+    copy_bytes_per_s,
+    generate,
+    generating,
+    open_bench,
+    random_prompts,
+)
 from benchmarks.prefill_speed import prefill_flops
 from benchmarks.replay.rates import DENSE_FLOPS_PER_S
 from benchmarks.report import Conditions, Report, publish, report_parser
@@ -25,6 +33,7 @@ MODEL, FORMAT = "qwen3.5-4b", "bf16"
 CONTEXT, LONG, ROWS = 1024, 8192, 64
 PREFILL_TOKENS = 2048
 STEPS, SKIPPED = 48, 8
+PROFILER_START_S = 0.6
 PRODUCTS = r"nvjet|gemm|_one_row|splitKreduce|cutlass_80|gemv"
 
 
@@ -32,23 +41,23 @@ def decode_step_s(bench: GpuBench, rows: int, context: int) -> float:
     """Seconds between decode steps."""
     bench.runner.claims = True
     bench.log.steps.clear()
-    run_prompts(bench.engine, random_prompts(rows, context, bench.vocab_size), STEPS + SKIPPED)
+    generate(bench.engine, random_prompts(rows, context, bench.vocab_size), STEPS + SKIPPED)
     steps = bench.log.decode_steps(rows, SKIPPED)
     return (steps[-1].at_s - steps[0].at_s) / (len(steps) - 1)
 
 
 def decode_kernels(bench: GpuBench, rows: int, context: int, step_s: float) -> list[Kernel]:
-    """What ran in the last ten of some decode steps."""
+    """What ran in some decode steps."""
     prompts = random_prompts(rows, context, bench.vocab_size)
-    found = record_kernels(lambda: run_prompts(bench.engine, prompts, SKIPPED + 16))
-    end = max(kernel.end_us for kernel in found)
-    return [kernel for kernel in found if kernel.start_us > end - 1e7 * step_s]
+    with generating(bench, prompts, int(PROFILER_START_S / step_s) + 4 * SKIPPED):
+        return record_kernels(lambda: time.sleep(2 * SKIPPED * step_s))
 
 
-def seconds_of(kernels: list[Kernel], pattern: str = "", part: str = "") -> float:
-    """Of one of ten steps: the kernels of a name or of a part."""
+def seconds_of(kernels: list[Kernel], step_s: float, pattern: str = "", part: str = "") -> float:
+    """Of one step: the kernels of a name or of a part."""
+    num_steps = (kernels[-1].end_us - kernels[0].start_us) / 1e6 / step_s
     chosen = [k for k in kernels if (part_of(k.name) == part if part else re.search(pattern, k.name))]
-    return sum(k.end_us - k.start_us for k in chosen) / 1e7
+    return sum(k.end_us - k.start_us for k in chosen) / 1e6 / num_steps
 
 
 def main() -> None:
@@ -66,9 +75,9 @@ def main() -> None:
     flops = prefill_flops(geometry, facts["num_attention_heads"], facts["head_dim"], PREFILL_TOKENS)
     one_s = decode_step_s(bench, 1, CONTEXT)
     read_s = bench.read_bytes(0.0, CONTEXT + STEPS / 2, 1) / copy_rate
-    weights_s = seconds_of(decode_kernels(bench, 1, CONTEXT, one_s), PRODUCTS)
+    weights_s = seconds_of(decode_kernels(bench, 1, CONTEXT, one_s), one_s, PRODUCTS)
     many_s = decode_step_s(bench, ROWS, LONG)
-    attention_s = seconds_of(decode_kernels(bench, ROWS, LONG, many_s), part="attention")
+    attention_s = seconds_of(decode_kernels(bench, ROWS, LONG, many_s), many_s, part="attention")
     kv_bytes = ROWS * LONG * geometry.full_kv_bytes()
     row = {
         "launch_us_per_layer": 1e6 * (one_s - read_s) / len(geometry.layers),

@@ -10,9 +10,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 PARTS = {
-    "attention": r"attention|decode_split|combine_splits|flash|fmha|write_kv|norm_rotate|_prefill",
-    "linear_attention": r"delta|conv_step|conv_rows|gated_norm|chunk_|l2_norm|recurrent|solve_tril|cumsum",
-    "experts": r"expert|_gate_up|_down|_combine|route|group_pairs|_pairs|radix|sort|searchsorted|topk",
+    "attention": r"attention|_attend|_add_splits|flash|fmha|write_kv|norm_rotate|_prefill|_qkv",
+    "linear_attention": r"delta|_conv|gated_norm|chunk_|l2_norm|_prepare$|_advance$|recurrent|solve_tril|cumsum",
+    "experts": r"expert|_gate_up|_down|_combine|_route|_group|_pairs|one_token",
 }
 LAUNCH_GAP_US = 10.0
 """Shorter gaps lie between the kernels of one step; longer ones are waits for the host."""
@@ -48,23 +48,21 @@ def part_of(name: str) -> str:
     return "rest"
 
 
-def breakdown(kernels: list[Kernel], window_s: float, num_steps: int) -> Mapping[str, float]:
-    """Milliseconds a step over the last ``window_s`` of a recording that holds ``num_steps`` steps: kernels by part,
-    ``launch_gaps`` between them, ``host_gaps``; and ``kernels`` a step."""
+def breakdown(kernels: list[Kernel], num_steps: float) -> Mapping[str, float]:
+    """Milliseconds a step over a recording of ``num_steps`` steps: kernels by part, ``launch_gaps`` between them,
+    ``host_gaps``; and ``kernels`` a step."""
     if not kernels:
         return {}
-    end = max(kernel.end_us for kernel in kernels)
-    inside = [kernel for kernel in kernels if kernel.start_us >= end - 1e6 * window_s]
     found = dict.fromkeys([*PARTS, "rest", "launch_gaps", "host_gaps"], 0.0)
-    busy_until = inside[0].start_us
-    for kernel in inside:
+    busy_until = kernels[0].start_us
+    for kernel in kernels:
         gap = kernel.start_us - busy_until
         if gap > 0:
             found["host_gaps" if gap > LAUNCH_GAP_US else "launch_gaps"] += gap
         found[part_of(kernel.name)] += max(0.0, kernel.end_us - max(kernel.start_us, busy_until))
         busy_until = max(busy_until, kernel.end_us)
     per_step = {name: value / 1e3 / num_steps for name, value in found.items()}
-    return {**per_step, "kernels": len(inside) / num_steps}
+    return {**per_step, "kernels": len(kernels) / num_steps}
 
 
 def heaviest(kernels: list[Kernel], count: int = 15) -> list[str]:

@@ -9,6 +9,7 @@ mixed steps: decode steps at the measured copy bandwidth, prefill at the measure
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -28,6 +29,9 @@ from benchmarks.shapes import shape_config
 from benchmarks.step_profile import breakdown, heaviest, record_kernels
 from worker.advise.limits import distinct_experts, resident_step_s
 from worker.api import GenerateRequest, SamplingParams
+
+PROFILE_AFTER, PROFILED_S = 0.3, 0.25
+"""The profile begins after this share of the run, and lasts so long."""
 
 
 @dataclass
@@ -146,7 +150,14 @@ def measure(
     }
     if not profiles:
         return row, []
-    kernels = record_kernels(lambda: run_closed_loop(bench, few, load.concurrency, 48))
+    print(row, flush=True)
+    thread = threading.Thread(
+        target=run_closed_loop, args=(bench, prompts, load.concurrency, load.output, load.greedy)
+    )
+    thread.start()
+    time.sleep(PROFILE_AFTER * seconds)
+    kernels = record_kernels(lambda: time.sleep(PROFILED_S))
+    thread.join()
     parts = [f"{part} {value:.2f}" for part, value in breakdown(kernels, 1).items()]
     return row, [", ".join(parts), *heaviest(kernels, 40)]
 

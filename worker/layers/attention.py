@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from kernels.kv import store_heads
 from kernels.linear import Linear
-from kernels.pointwise import mul_sigmoid, norm_rotate
+from kernels.pointwise import mul_sigmoid
 from kernels.sublayers import AttentionStep, attention_step
 from worker.attention.base import KvPages
 from worker.execution.context import ForwardContext
@@ -136,10 +137,21 @@ class AttentionLayer:
         dim = sizes.head_dim
         inner = self._inner(x)
         heads = inner[:, : (turned + sizes.num_kv_heads) * dim].view(x.shape[0], -1, dim)
-        query_key = norm_rotate(heads[:, :turned], self._head_norm, self._eps, rotation.cos, rotation.sin)
-        query, key = query_key[:, : sizes.num_heads], query_key[:, sizes.num_heads :]
-        mixed = context.attend(sizes.group, self._layer, query, key, heads[:, turned:], self._sinks)
-        mixed = mixed.flatten(1)
+        rows, pages = context.groups[sizes.group], context.pages(self._layer)
+        query = store_heads(
+            heads,
+            sizes.num_heads,
+            self._head_norm,
+            self._eps,
+            rotation.cos,
+            rotation.sin,
+            pages.key,
+            pages.value,
+            rows.page,
+            rows.offset,
+            pages.scales,
+        )
+        mixed = context.read(sizes.group, pages, query, self._sinks).flatten(1)
         if self._gated:
             mixed = mul_sigmoid(mixed, inner[:, (turned + sizes.num_kv_heads) * dim :])
         return self._outer(mixed)

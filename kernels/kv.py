@@ -7,8 +7,9 @@ import torch
 from kernels._native import ops as native
 from kernels._reference import pages as reference
 from kernels._reference.pages import FP8_LARGEST, FP8_RELATIVE_ERROR
+from kernels.pointwise import norm_rotate
 
-__all__ = ["FP8_LARGEST", "FP8_RELATIVE_ERROR", "write_kv"]
+__all__ = ["FP8_LARGEST", "FP8_RELATIVE_ERROR", "store_heads", "write_kv"]
 
 
 def write_kv(
@@ -46,3 +47,43 @@ def write_kv(
         native.write_rows(value, value_pages, page, offset)
         return
     reference.write_kv(key, value, key_pages, value_pages, page, offset)
+
+
+def store_heads(
+    heads: torch.Tensor,
+    num_heads: int,
+    weight: torch.Tensor | None,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    page: torch.Tensor,
+    offset: torch.Tensor,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """:func:`kernels.pointwise.norm_rotate` of queries and keys, and :func:`write_kv`, in one launch on a GPU.
+
+    Args:
+        heads: [tokens, num_heads + 2 kv_heads, dim], queries before keys before values, a token's heads one behind the
+            other; may be changed in place.
+        weight: [num_heads + kv_heads, dim] float32 of the head norms, or None for none.
+        cos, sin: [tokens, n].
+        scales: of keys and values where the pages are FP8.
+        Others as in :func:`write_kv`.
+
+    Returns:
+        the queries, [tokens, num_heads, dim].
+    """
+    if heads.is_cuda:
+        from kernels._triton import heads as on_gpu
+
+        return on_gpu.store_heads(
+            heads, num_heads, weight, eps, cos, sin, key_pages, value_pages, page, offset, scales
+        )
+    turned = (heads.shape[1] + num_heads) // 2
+    query_key = norm_rotate(heads[:, :turned], weight, eps, cos, sin)
+    key_scales, value_scales = (None, None) if scales is None else scales
+    key, value = query_key[:, num_heads:], heads[:, turned:]
+    write_kv(key, value, key_pages, value_pages, page, offset, key_scales, value_scales)
+    return query_key[:, :num_heads]

@@ -9,7 +9,8 @@ import torch
 
 from kernels._reference import moe as plain_moe
 from kernels._reference import pointwise as plain
-from kernels._triton import moe, pointwise
+from kernels._triton import heads as fused
+from kernels._triton import moe, pages, pointwise
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16]
@@ -117,3 +118,36 @@ def test_tokens_that_are_not_live_take_no_experts(renormalise: bool) -> None:
     assert (chosen[~live] == -1).all()
     assert torch.equal(chosen[live], plain_moe.route(logits, 3, renormalise)[1][live])
     torch.testing.assert_close(weights[live], wanted[live])
+
+
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize(("num_heads", "kv_heads", "dim", "half"), [(4, 2, 16, 8), (3, 1, 20, 5)])
+def test_heads_are_normed_turned_and_stored_in_one(
+    num_heads: int, kv_heads: int, dim: int, half: int, normed: bool
+) -> None:
+    torch.manual_seed(dim)
+    total, turned = num_heads + 2 * kv_heads, num_heads + kv_heads
+    heads = rows_apart(3, total * dim, torch.float32).view(3, total, dim)
+    weight = torch.rand(turned, dim, device=DEVICE) + 0.5 if normed else None
+    angle = torch.rand(3, half, device=DEVICE) * 6
+    store = torch.zeros(5, 2, 4, kv_heads, dim, device=DEVICE)
+    page, offset = torch.tensor([4, -1, 1], device=DEVICE), torch.tensor([3, 0, 2], device=DEVICE)
+    one_by_one = pointwise.norm_rotate(heads[:, :turned], weight, 1e-6, angle.cos(), angle.sin())
+    expected = torch.zeros_like(store)
+    key, value = one_by_one[:, num_heads:], heads[:, turned:]
+    pages.write_kv(key, value, expected[:, 0], expected[:, 1], page, offset)
+    arguments = (heads, num_heads, weight, 1e-6, angle.cos(), angle.sin())
+    query = fused.store_heads(*arguments, store[:, 0], store[:, 1], page, offset, None)
+    assert torch.equal(query, one_by_one[:, :num_heads])
+    assert torch.equal(store, expected)
+    packed = torch.zeros(2, *store.shape, dtype=torch.float8_e4m3fn, device=DEVICE)
+    scales = torch.zeros(2, 5, 2, 4, kv_heads, device=DEVICE)
+    fused.store_heads(
+        *arguments, packed[0, :, 0], packed[0, :, 1], page, offset, (scales[0, :, 0], scales[0, :, 1])
+    )
+    pages.write_kv(
+        key, value, packed[1, :, 0], packed[1, :, 1], page, offset, scales[1, :, 0], scales[1, :, 1]
+    )
+    assert torch.equal(packed[0].view(torch.uint8), packed[1].view(torch.uint8))
+    assert torch.equal(scales[0], scales[1])
+    assert scales[1].count_nonzero() == 4 * kv_heads

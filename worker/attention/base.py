@@ -64,6 +64,13 @@ class KvPages:
     key_scale: torch.Tensor | None = None
     value_scale: torch.Tensor | None = None
 
+    @property
+    def scales(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Both scales, or None."""
+        if self.key_scale is None or self.value_scale is None:
+            return None
+        return self.key_scale, self.value_scale
+
 
 class AttentionPlan(Protocol):
     """What ``plan`` prepared for one geometry; opaque to everybody but its backend."""

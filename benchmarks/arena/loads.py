@@ -1,0 +1,288 @@
+"""Loads that show what the arena saves and costs: shared prefixes, the host tier, compactions, arena against split."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from benchmarks.gpu_engine import BenchmarkRunner, StepLog, random_prompts
+from kernels.hashing import hash_blocks
+from memory.api import StepCommands
+from memory.device.arena import Arena
+from memory.ledger.ledger import ArenaLedger
+from memory.ledger.page_table import MUTABLE
+from worker.api import GenerateRequest, SamplingParams, TokenEvent
+from worker.config import WorkerConfig
+from worker.engines.native import NativeEngine
+
+TAIL_TOKENS = 48
+"""Of a prompt behind a shared prefix: a question."""
+QUIET_STEPS = 40
+"""Decode steps ahead of a compaction, to compare with."""
+
+
+@dataclass
+class Bench:
+    """A started engine, and what looks into it."""
+
+    engine: NativeEngine
+    runner: BenchmarkRunner
+    log: StepLog
+    num_requests: int = 0
+
+    @classmethod
+    def open(cls, config: WorkerConfig) -> Bench:
+        """Starts an engine; its arena is captured and warm when this returns."""
+        log, made = StepLog(), []
+
+        def make_runner(config: WorkerConfig) -> BenchmarkRunner:
+            made.append(BenchmarkRunner(config))
+            return made[0]
+
+        engine = NativeEngine(config, make_runner, record=log.record)
+        return cls(engine, made[0], log)
+
+    @property
+    def ledger(self) -> ArenaLedger:
+        """The engine's book."""
+        return self.engine._ledger
+
+    @property
+    def arena(self) -> Arena:
+        """The device's side of it."""
+        return self.runner.arena
+
+    def ask(self, prompts: Sequence[Sequence[int]], num_new: int, logprobs: bool = False) -> list[Answer]:
+        """Greedy answers of ``num_new`` tokens, all prompts at once."""
+        sampling = SamplingParams(
+            max_tokens=num_new, temperature=0.0, ignore_eos=True, logprobs=1 if logprobs else None
+        )
+
+        async def read(prompt: Sequence[int]) -> Answer:
+            self.num_requests += 1
+            name = f"r{self.num_requests}"
+            sent_s = time.perf_counter()
+            self.engine.submit(GenerateRequest(name, tuple(prompt), sampling))
+            first_s, merged = 0.0, None
+            async for event in self.engine.stream(name):
+                if event.error:
+                    raise RuntimeError(event.error)
+                first_s = first_s or time.perf_counter() - sent_s
+                merged = event if merged is None else merged.merged_with(event)
+            assert merged is not None
+            return Answer(first_s, merged)
+
+        async def all_of_them() -> list[Answer]:
+            return await asyncio.gather(*map(read, prompts))
+
+        return asyncio.run(all_of_them())
+
+    def close(self) -> None:
+        """Gives everything back."""
+        self.engine.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Seconds to the first token, and the whole answer as one event."""
+
+    first_s: float
+    event: TokenEvent
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens of the prompt that were not computed."""
+        assert self.event.timeline is not None
+        return self.event.timeline.num_cached_tokens
+
+
+def share_prefix(bench: Bench, prefix_tokens: int, repeats: int) -> dict[str, float]:
+    """Time to first token of a prompt, then of another one that begins alike."""
+    vocab = bench.engine.model.vocab_size
+    first: list[float] = []
+    second: list[float] = []
+    for seed in range(repeats + 1):  # the first round compiles and is not counted
+        prefix, *tails = random_prompts(1, prefix_tokens, vocab, seed) + random_prompts(
+            2, TAIL_TOKENS, vocab, 1000 + seed
+        )
+        for tail, times in zip(tails, (first, second), strict=True):
+            [answer] = bench.ask([(*prefix, *tail)], 2)
+            times.append(answer.first_s)
+        if answer.num_cached < prefix_tokens // 64 * 64:
+            raise RuntimeError(f"only {answer.num_cached} of {prefix_tokens} tokens were shared")
+    cold, warm = statistics.median(first[1:]), statistics.median(second[1:])
+    return {
+        "prefix.ttft_first_ms": 1e3 * cold,
+        "prefix.ttft_second_ms": 1e3 * warm,
+        "prefix.ttft_ratio": cold / warm,
+    }
+
+
+def _hashes(bench: Bench) -> dict[str, set[int]]:
+    """Content hashes of all pages in use, by group."""
+    found = {}
+    for group in bench.ledger.grids:
+        _, physical = bench.arena.tables.bound(group)
+        found[group] = {int(hash_blocks(bench.arena.grids[group][page])) for page in physical.tolist()}
+    return found
+
+
+def restore_from_host(bench: Bench, num_tokens: int, repeats: int) -> dict[str, float]:
+    """Time to first token of a prompt that is computed, and again when the arena has lost its pages and the host tier
+    has them. Every page that comes back, of every kind, is compared by hash; so are tokens and log-probabilities."""
+    vocab = bench.engine.model.vocab_size
+    computed, restored, num_pages, wrong = [], [], 0, 0
+    bench.engine.flush_prefix_cache()
+    for seed in range(repeats + 1):
+        [prompt] = random_prompts(1, num_tokens + TAIL_TOKENS, vocab, 77 + seed)
+        [first] = bench.ask([prompt], 24, logprobs=True)
+        report = bench.engine.arena_report()["host_tier"]
+        while bench.engine.arena_report()["host_tier"]["waiting_pages"]:
+            bench.ask(random_prompts(1, 8, vocab, seed), 8)  # a few pages go to the host with every step
+        before = _hashes(bench)
+        bench.engine.flush_prefix_cache()
+        brought = bench.engine.arena_report()["host_tier"]["brought_back_bytes"]
+        [second] = bench.ask([prompt], 24, logprobs=True)
+        if second.num_cached < num_tokens // 64 * 64:
+            raise RuntimeError(f"only {second.num_cached} of {num_tokens} tokens came back: {report}")
+        came = bench.engine.arena_report()["host_tier"]["brought_back_bytes"] - brought
+        computed.append(first.first_s)
+        restored.append(second.first_s)
+        same = first.event.token_ids == second.event.token_ids
+        wrong += not (same and first.event.logprobs == second.event.logprobs)
+        after = _hashes(bench)
+        kept = {group: len(after[group] & before[group]) for group in after}
+        num_pages += sum(kept.values())
+        for group, spec in bench.ledger.specs.items():
+            per_prompt = 1 if spec.page_tokens == 1 else num_tokens // 64 * 64 // spec.page_tokens
+            if spec.window is None and kept[group] < per_prompt:
+                wrong += 1
+    cold, warm = statistics.median(computed[1:]), statistics.median(restored[1:])
+    return {
+        "host.compute_ms": 1e3 * cold,
+        "host.restore_ms": 1e3 * warm,
+        "host.restore_ratio": cold / warm,
+        "host.restored_mb": came / 1e6,
+        "host.pages_compared": num_pages,
+        "host.mismatches": wrong,
+    }
+
+
+def throughput(benches: Sequence[Bench], size: tuple[int, int, int], rounds: int) -> list[list[float]]:
+    """Output tokens per second of each engine, in rounds that take turns; ``size``: requests at once, tokens of prompt
+    and output."""
+    at_once, prompt_tokens, num_new = size
+    found: list[list[float]] = [[] for _ in benches]
+    for seed in range(rounds + 1):
+        prompts = random_prompts(at_once, prompt_tokens, benches[0].engine.model.vocab_size, 500 + seed)
+        for bench, rates in zip(benches, found, strict=True):
+            started_s = time.perf_counter()
+            bench.ask(prompts, num_new)
+            rates.append(at_once * num_new / (time.perf_counter() - started_s))
+    return [rates[1:] for rates in found]
+
+
+def compare_modes(arena: Bench, split: Bench, size: tuple[int, int, int], rounds: int) -> dict[str, float]:
+    """Throughput of the arena against fixed shares at ample memory."""
+    ours, theirs = throughput([arena, split], size, rounds)
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    return {
+        "arena.tokens_per_s": statistics.median(ours),
+        "split.tokens_per_s": statistics.median(theirs),
+        "arena.throughput_ratio": statistics.median(ratios),
+        "arena.ratio_spread": max(ratios) - min(ratios),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class CompactionPlan:
+    """Bytes to move in all, and in a step at most; ``sealed``: beside the steps, as pages that nobody writes, else
+    between them."""
+
+    num_bytes: int
+    step_bytes: int
+    sealed: bool
+
+
+class _Compaction:
+    """Stands before a ledger's ``commit_step``. After a while of steps in which all rows run, it lets prefixes go and
+    plans moves of FULL pages into their holes, up to so many bytes a step, until enough are moved."""
+
+    def __init__(self, bench: Bench, at_once: int, plan: CompactionPlan) -> None:
+        self._ledger = bench.ledger
+        self._rows = bench.engine._scheduler.rows
+        self._commit: Callable[[int], StepCommands] = bench.ledger.commit_step
+        self._at_once, self._sealed = at_once, plan.sealed
+        self._left, self._step_bytes = plan.num_bytes, plan.step_bytes
+        self._steps_left = QUIET_STEPS
+        self.began_s = 0.0
+        self.moved = self.steps = 0
+
+    def commit(self, step: int) -> StepCommands:
+        """See :class:`memory.api.Ledger`."""
+        self._steps_left -= self._rows.num_running == self._at_once
+        if self._steps_left <= 0 and self._left > 0:
+            if not self.began_s:
+                self.began_s = time.perf_counter()
+                self._ledger.shed({"full": self._left + self._left // 4})
+            self._plan(step)
+        return self._commit(step)
+
+    def _plan(self, step: int) -> None:
+        book = self._ledger._book
+        group = book.number["full"]
+        table = book.tables[group]
+        sealed = table.sealed
+        if not self._sealed:  # as if every page were still being written
+            table.sealed = [MUTABLE] * len(sealed)
+        budget = min(self._left, self._step_bytes)
+        moved = book.relocator.plan_moves(group, step, book.completed_step, 0, budget)
+        table.sealed = sealed
+        self._left = self._left - moved if moved else 0
+        self.moved += moved
+        self.steps += bool(moved)
+
+
+def compact_under_load(
+    bench: Bench, at_once: int, context: int, plan: CompactionPlan, name: str
+) -> dict[str, float]:
+    """Fills the arena with prefixes, lets some of them go, and moves pages into the holes while ``at_once`` requests
+    decode; answers, with ``name`` before each figure, by how much the slowest step behind it exceeded the median."""
+    num_bytes = plan.num_bytes
+    vocab, ledger = bench.engine.model.vocab_size, bench.ledger
+    bench.engine.flush_prefix_cache()
+    spec = ledger.specs["full"]
+    per_prompt = context // spec.page_tokens * spec.page_bytes
+    count = -(-3 * num_bytes // per_prompt)
+    fill = random_prompts(count, context, vocab, 9)
+    bench.runner.claims = True  # what is in the pages does not matter here
+    for first in range(0, count, at_once):
+        bench.ask(fill[first : first + at_once], 1)
+    # Used prefixes are worth more: the others go first.
+    bench.ask([(*prompt, 5) for prompt in fill[::2]], 1)
+    bench.runner.claims = False
+    compaction = _Compaction(bench, at_once, plan)
+    ledger.commit_step = compaction.commit  # type: ignore[method-assign]
+    bench.log.steps.clear()
+    try:
+        bench.ask(random_prompts(at_once, 64, vocab, 10), 3 * QUIET_STEPS)
+    finally:
+        del ledger.commit_step  # type: ignore[method-assign]
+    if compaction.moved < 0.9 * num_bytes:
+        raise RuntimeError(f"only {compaction.moved} of {num_bytes} bytes were moved")
+    steps = bench.log.decode_steps(at_once, 8)
+    gaps = [(after.at_s, after.at_s - before.at_s) for before, after in pairwise(steps)]
+    usual = statistics.median(gap for _, gap in gaps)
+    near = [gap for at_s, gap in gaps if compaction.began_s <= at_s]
+    before = [gap for at_s, gap in gaps if at_s < compaction.began_s]
+    return {
+        f"{name}.step_ms": 1e3 * usual,
+        f"{name}.stall_ms": 1e3 * (max(near) - usual),
+        f"{name}.undisturbed_stall_ms": 1e3 * (max(before) - usual),
+        f"{name}.moved_mb": compaction.moved / 1e6,
+        f"{name}.steps": compaction.steps,
+    }

@@ -43,7 +43,7 @@ class ExpertReading:
     Attributes:
         misses: expert reads over the link so far.
         staged: those of them streamed for prompts, in staged passes.
-        ghost_hits: those of them whose expert had lately lost its place.
+        ghost_hits: those of decode steps whose expert had lately lost its place.
         num_ghosts: experts remembered as having lost theirs.
         num_places: usable places.
         num_experts: routed experts of all layers.

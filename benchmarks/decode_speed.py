@@ -51,6 +51,7 @@ def measure(
         "share": share_of_limit(limit_s, step_s),
         "step_ms": 1e3 * step_s,
         "device_ms": 1e3 * sum(step.device_s for step in steps) / len(steps),
+        "graph_ms": 1e3 * bench.replay_s(batch, context + num_steps),
         "limit_ms": 1e3 * limit_s,
         "distinct_experts": distinct,
     }
@@ -119,7 +120,7 @@ def main() -> None:
     conditions = Conditions(
         model=", ".join(options.models) + " (shapes)",
         weights="random",
-        prompts="random ids; contexts claimed, not computed",
+        prompts="random ids; contexts claimed, not computed; experts drawn for each token and layer, uniform",
         cache="warm; no prefix cache",
         batch=", ".join(map(str, options.batches)),
         context=", ".join(options.contexts),

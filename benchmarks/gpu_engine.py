@@ -35,16 +35,35 @@ FIRST_TOKEN_ID = 1000
 COALESCE_S = 0.02
 
 
-class CountingExperts:
-    """Counts, while it is told to, the distinct experts that a layer's tokens take."""
+def independent_choices(layer: int, experts: ExpertLayer, tokens: int, device: torch.device) -> torch.Tensor:
+    """[tokens, experts_per_token] int64: experts drawn for every token of a layer by itself, none twice."""
+    chance = torch.Generator(device).manual_seed(layer)
+    scores = torch.rand(tokens, experts.num_experts, device=device, generator=chance)
+    return scores.topk(experts.experts_per_token, dim=-1).indices
+
+
+class RoutedAlike:
+    """A layer's experts under routing of independent tokens: each token takes experts drawn for its place in the step.
+
+    Random routers on the hidden states of random weights agree far more than trained ones do. Counts, while it is told
+    to, the distinct experts that a step takes.
+    """
 
     def __init__(
-        self, experts: RoutedExperts, num_experts: int, found: list[torch.Tensor], on: list[bool]
+        self,
+        experts: RoutedExperts,
+        choices: torch.Tensor,
+        num_experts: int,
+        found: list[torch.Tensor],
+        on: list[bool],
     ) -> None:
-        self._experts, self._num_experts, self._found, self._on = experts, num_experts, found, on
+        """``choices`` by token of a step; ``found`` takes counts while ``on`` holds True."""
+        self._experts, self._choices, self._num_experts = experts, choices, num_experts
+        self._found, self._on = found, on
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """As the experts that it wraps."""
+        """As the experts that it wraps, with other choices."""
+        experts = self._choices[: len(x)]
         if self._on[0]:
             chosen = torch.zeros(self._num_experts + 1, device=x.device)
             self._found.append(chosen.index_fill_(0, experts.flatten() + 1, 1.0)[1:].sum())
@@ -68,7 +87,11 @@ class BenchmarkRunner(ModelRunner):
 
     def _counted_experts(self, experts: ExpertLayer, source: WeightSource) -> RoutedExperts:
         layer = table_experts(experts, source, self.config.deterministic)
-        return CountingExperts(layer, experts.num_experts, self._counted, self._counting)
+        if source.rehearsing:
+            return layer
+        most = self.config.max_step_tokens + self.config.max_running
+        choices = independent_choices(experts.layer, experts, most, source.device)
+        return RoutedAlike(layer, choices, experts.num_experts, self._counted, self._counting)
 
     def count_experts(self, on: bool) -> float:
         """Switches counting, and graphs the other way; answers the mean of what was counted per layer and step."""
@@ -160,6 +183,12 @@ class GpuBench:
         self.runner.count_experts(True)
         generate(self.engine, prompts, num_steps + 4)
         return self.runner.count_experts(False)
+
+    def replay_s(self, rows: int, context: int) -> float:
+        """Seconds of the captured graph of such a decode step alone, replayed over what the last step left; nothing may
+        be running."""
+        graphs = self.runner.graphs
+        return 0.0 if graphs is None else median_s(lambda: graphs.replay(rows, context), 20)
 
     def read_bytes(self, distinct: float, context: float, batch: int) -> float:
         """Bytes that one decode step reads at least: dense weights, ``distinct`` experts of each layer, KV."""

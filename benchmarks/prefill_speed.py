@@ -99,7 +99,7 @@ def main() -> None:
     conditions = Conditions(
         model=", ".join(options.models) + " (shapes)",
         weights="random",
-        prompts="random ids",
+        prompts="random ids; experts drawn for each token and layer, uniform",
         cache="warm kernels; no prefix cache",
         batch="1",
         context=", ".join(map(str, options.tokens)),

@@ -52,9 +52,7 @@ class DecodeGraphs:
         torch.cuda.synchronize()
         log.info("captured %d decode graphs in %.1f s", len(self._graphs), time.perf_counter() - started_s)
 
-    def _capture(
-        self, key: tuple[int, int], stream: torch.cuda.Stream, pool: Any
-    ) -> torch.cuda.CUDAGraph:
+    def _capture(self, key: tuple[int, int], stream: torch.cuda.Stream, pool: Any) -> torch.cuda.CUDAGraph:
         stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
@@ -69,14 +67,22 @@ class DecodeGraphs:
         torch.cuda.current_stream().wait_stream(stream)
         return graph
 
+    def _key(self, num_rows: int, longest: int) -> tuple[int, int]:
+        """Padded sizes for so many rows, the longest context among them being so long."""
+        rows = self._sizes[bisect_left(self._sizes, num_rows)]
+        return rows, self._bounds[bisect_left(self._bounds, longest)]
+
+    def replay(self, num_rows: int, longest: int) -> None:
+        """Replays the graph of such a step over the inputs of the last one (measurements). KeyError where none was
+        captured."""
+        self._graphs[self._key(num_rows, longest)].replay()
+
     def run(self, plan: StepPlan, uploads: Uploads) -> tuple[torch.Tensor, torch.Tensor]:
         """Carries out a plan whose rows have one token each; answers logits [plan rows, vocabulary] float32, valid
         until the next step, and slots [plan rows]."""
-        longest = int(plan.num_computed.max()) + 1
-        rows = self._sizes[bisect_left(self._sizes, plan.num_rows)]
-        bound = self._bounds[bisect_left(self._bounds, longest)]
+        rows, bound = key = self._key(plan.num_rows, int(plan.num_computed.max()) + 1)
         slots = self._steps.fill(plan, rows, bound, uploads)
-        graph = self._graphs.get((rows, bound)) if self.replaying else None
+        graph = self._graphs.get(key) if self.replaying else None
         if graph is None:
             self.num_eager_steps += 1
             self._steps.forward(rows, bound)

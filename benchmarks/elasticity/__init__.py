@@ -1,0 +1,1 @@
+"""The parts of the elastic benchmark: phases of load, an engine under them, a link that can be simulated."""

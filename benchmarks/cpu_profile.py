@@ -6,32 +6,29 @@ import asyncio
 import cProfile
 import pstats
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.cpu_engine import run_prompts
-from memory.api import PageSpec
-from worker.api import ModelInfo
 from worker.config import WorkerConfig
 from worker.engines.native import NativeEngine
 from worker.execution.runner import LaunchedStep, ModelRunner
-from worker.scheduling.step import StepPlan, StepResult
+from worker.scheduling.step import StepPlan
 
 PARTS = (
-    ("memory commands", "arena.py", "apply"),
-    ("batch tensors and attention plans", "batch.py", "build"),
-    ("attention layers", "attention.py", "__call__"),
-    ("- of these: attention itself", "torch_backend.py", "run"),
-    ("DeltaNet layers", "delta_net.py", "__call__"),
-    ("- of these: recurrence and convolution", "delta_net.py", "_step"),
-    ("MoE layers", "mlp.py", "__call__"),
-    ("- of these: routed experts", "experts.py", "__call__"),
-    ("head", "decoder.py", "logits"),
-    ("sampling", "sampler.py", "sample"),
+    ("memory commands", "arena.py", ("apply",)),
+    ("batch tensors and attention plans", "batch.py", ("build",)),
+    ("attention layers", "attention.py", ("__call__",)),
+    ("- of these: attention itself", "torch_backend.py", ("run",)),
+    ("DeltaNet layers", "delta_net.py", ("__call__",)),
+    ("MoE layers", "mlp.py", ("__call__",)),
+    ("residuals and norms", "pointwise.py", ("add_norm",)),
+    ("head", "decoder.py", ("logits",)),
+    ("sampling", "sampler.py", ("prepare", "draw")),
 )
-"""Name, file and function whose cumulated time is shown."""
+"""Name, file and functions whose cumulated time is shown."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +43,11 @@ class Share:
         return f"{self.name:42} {self.milliseconds:8.3f} ms  {self.share:6.1%}"
 
 
-class _ProfiledRunner:
+class _ProfiledRunner(ModelRunner):
     """A runner that profiles the decode steps it is given."""
 
     def __init__(self, config: WorkerConfig, num_rows: int) -> None:
-        self._runner = ModelRunner(config)
+        super().__init__(config)
         self._num_rows = num_rows
         self.profile = cProfile.Profile()
         self.steps = 0
@@ -58,46 +55,19 @@ class _ProfiledRunner:
         self.host_s = 0.0
         self.run_s = 0.0
 
-    @property
-    def model_info(self) -> ModelInfo:
-        return self._runner.model_info
-
-    @property
-    def page_specs(self) -> tuple[PageSpec, ...]:
-        return self._runner.page_specs
-
-    @property
-    def figures(self) -> Mapping[str, float]:
-        return self._runner.figures
-
-    def measure_arena_bytes(self) -> int:
-        return self._runner.measure_arena_bytes()
-
-    def capture_graphs(self) -> None:
-        self._runner.capture_graphs()
-
-    def attach_memory(self, specs: Sequence[PageSpec], arena_bytes: int) -> None:
-        self._runner.attach_memory(specs, arena_bytes)
-
-    def launch(self, plan: StepPlan) -> Any:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         if plan.num_decode_rows != self._num_rows or plan.num_rows != self._num_rows:
             self.last_end_s = 0.0
-            return self._runner.launch(plan)
+            return super().launch(plan)
         start_s = time.perf_counter()
         self.host_s += start_s - self.last_end_s if self.last_end_s else 0.0
         self.steps += bool(self.last_end_s)
         self.profile.enable()
-        launched = self._runner.launch(plan)
+        launched = super().launch(plan)
         self.profile.disable()
         self.last_end_s = time.perf_counter()
         self.run_s += self.last_end_s - start_s
         return launched
-
-    def collect(self, handle: LaunchedStep) -> StepResult:
-        return self._runner.collect(handle)
-
-    def close(self) -> None:
-        self._runner.close()
 
 
 def profile_decode(folder: Path, prompts: Sequence[Sequence[int]], threads: int) -> list[Share]:
@@ -131,11 +101,11 @@ def _shares(runner: _ProfiledRunner) -> list[Share]:
     steps = runner.steps + 1
     total_s = runner.run_s + runner.host_s
     found = [Share("scheduler, ledger, events", runner.host_s / steps * 1e3, runner.host_s / total_s)]
-    for name, file, function in PARTS:
+    for name, file, functions in PARTS:
         seconds = sum(
             entry[3]
             for (path, _, called), entry in stats.stats.items()
-            if called == function and Path(path).name == file and "_reference" not in path
+            if called in functions and Path(path).name == file and "_reference" not in path
         )
         found.append(Share(name, seconds / steps * 1e3, seconds / total_s))
     found.append(Share("whole step", total_s / steps * 1e3, 1.0))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,7 +64,9 @@ def measure_machine() -> MeasuredMachine:
         pin_line,
         f"GPU: {torch.cuda.get_device_name()}, {total / 1e9:.1f} GB, {free / 1e9:.1f} GB free.",
         f"GPU memory: {memory / 1e9:.0f} GB/s read and written (copy of 256 MiB, best of {REPEATS}).",
-        f"Link: {link / 1e9:.1f} GB/s from pinned host memory (one copy of 256 MiB, best of {REPEATS}).",
+        f"Link: {link / 1e9:.1f} GB/s from pinned host memory (one copy of 256 MiB, best of {REPEATS})."
+        if link
+        else "Link: not measured, 256 MiB could not be pinned.",
         f"Gather: {_gather_words(gather)}, by GPU programs that read them in mapped host memory (best of {REPEATS}).",
     ]
     return MeasuredMachine(total, link, memory, host_rate, pinnable, tuple(lines), gather)
@@ -100,41 +103,54 @@ def host_copy_rate() -> float:
     return _best_rate(2 * COPY_BYTES, copy)
 
 
+@contextmanager
+def _pinned(num_bytes: int) -> Iterator[torch.Tensor | None]:
+    """[num_bytes] uint8 of pinned host memory for a while, None where it is refused. Not torch's pinned allocator: that
+    would keep the memory."""
+    region = HostRegion(num_bytes)
+    if pin(region.data) is not None:
+        yield None
+        return
+    try:
+        yield region.data
+    finally:
+        unpin(region.data)
+
+
 def gpu_copy_rates() -> tuple[float, float]:
-    """(link, GPU memory): pinned host to GPU, and a copy on the GPU counted read and written."""
-    host = torch.ones(COPY_BYTES, dtype=torch.uint8).pin_memory()
+    """(link, GPU memory): pinned host to GPU, 0 where 256 MiB cannot be pinned; and a copy on the GPU counted read and
+    written."""
     source = torch.ones(COPY_BYTES, dtype=torch.uint8, device="cuda")
     target = torch.zeros_like(source)
-
-    def from_host() -> None:
-        target.copy_(host, non_blocking=True)
-        torch.cuda.synchronize()
 
     def on_device() -> None:
         for _ in range(8):  # so that launching does not count
             target.copy_(source)
         torch.cuda.synchronize()
 
-    return _best_rate(COPY_BYTES, from_host), _best_rate(8 * 2 * COPY_BYTES, on_device)
+    with _pinned(COPY_BYTES) as host:
+
+        def from_host() -> None:
+            assert host is not None
+            target.copy_(host, non_blocking=True)
+            torch.cuda.synchronize()
+
+        link = _best_rate(COPY_BYTES, from_host) if host is not None else 0.0
+    return link, _best_rate(8 * 2 * COPY_BYTES, on_device)
 
 
 def gather_curve() -> tuple[tuple[int, float], ...]:
     """(bytes, seconds) to bring 1, 2, 4 ... 64 blocks of 4 MiB from mapped host memory, each number in one launch;
     empty where the memory for it cannot be pinned."""
-    region = HostRegion(COPY_BYTES)
-    if pin(region.data) is not None:
-        return ()
-    try:
-        addresses = (
-            region.data.data_ptr() + torch.arange(COPY_BYTES // BLOCK_BYTES, device="cuda") * BLOCK_BYTES
-        )
+    with _pinned(COPY_BYTES) as host:
+        if host is None:
+            return ()
+        addresses = host.data_ptr() + torch.arange(COPY_BYTES // BLOCK_BYTES, device="cuda") * BLOCK_BYTES
         counts = [2**power for power in range(len(addresses).bit_length())]
         return tuple(
             (count * BLOCK_BYTES, count * BLOCK_BYTES / gather_rate(addresses[:count], BLOCK_BYTES))
             for count in counts
         )
-    finally:
-        unpin(region.data)
 
 
 def gather_rate(addresses: torch.Tensor, num_bytes: int) -> float:
@@ -182,11 +198,8 @@ def pinned_on_trial(num_bytes: int, pinned: Callable[[int], bool] | None = None)
 
 
 def _pins(num_bytes: int) -> bool:
-    region = HostRegion(num_bytes)
-    if pin(region.data) is not None:
-        return False
-    unpin(region.data)
-    return True
+    with _pinned(num_bytes) as host:
+        return host is not None
 
 
 def pinnable_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> tuple[int, str]:

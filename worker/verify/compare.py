@@ -10,7 +10,7 @@ import torch
 
 from memory.device.residency import Lane, ResidencyRules
 from worker.config import WorkerConfig
-from worker.errors import EngineDead
+from worker.errors import ConfigError, EngineDead
 from worker.execution.runner import ModelRunner
 from worker.experts.pager import PagerOptions
 from worker.models.paged import PagedFactory
@@ -101,13 +101,18 @@ class Verifier:
         arena_bytes: int,
         reference: Reference | None = None,
     ) -> None:
-        """``prompts``: token ids, at least three each. ``reference``: None loads the resident one."""
+        """``prompts``: token ids, at least three each. ``reference``: None loads the resident one. ConfigError for a
+        model without routed experts."""
         self._config = replace(
             config, experts="paged", expert_bytes=0, prefix_cache=False, arena_bytes=arena_bytes
         )
         self._prompts = prompts
         self._arena_bytes = arena_bytes
         self._reference = ResidentReference(config, arena_bytes) if reference is None else reference
+        if not self._reference.info.num_experts:
+            raise ConfigError(
+                [f"{config.model}: this model has no routed experts; there is nothing to verify"]
+            )
         self.tolerance = TOLERANCES[self._reference.info.dtype]
 
     def run(self, case: Case) -> Outcome:

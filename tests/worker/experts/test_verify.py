@@ -175,7 +175,9 @@ def test_the_command_says_what_it_found(
     assert "FAIL" in (said := capsys.readouterr().out)
     assert "first differs in layer 0" in said
     assert main([str(tmp_path / "absent"), "--device", "cpu"]) == 2
+    capsys.readouterr()
     assert main([str(tiny_folder("qwen3_5")), "--device", "cpu", "--arena-bytes", str(ARENA_BYTES)]) == 2
+    assert "no routed experts" in capsys.readouterr().err
 
 
 def test_a_nan_is_a_parting() -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.kv import write_kv
 from kernels.recurrent import ChunkLayout
 from worker.attention.base import AttentionBackend, AttentionPlan, KvPages
 
@@ -53,22 +52,6 @@ class ForwardContext:
     views: Mapping[tuple[int, str], torch.Tensor]
     backend: AttentionBackend
     live: torch.Tensor | None = None
-
-    def attend(
-        self,
-        group: str,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Stores the new keys and values in their pages and answers attention, [tokens, heads, head_dim]."""
-        rows, pages = self.groups[group], self.pages(layer)
-        write_kv(
-            key, value, pages.key, pages.value, rows.page, rows.offset, pages.key_scale, pages.value_scale
-        )
-        return self.read(group, pages, query, sinks)
 
     def pages(self, layer: int) -> KvPages:
         """One layer's keys and values."""

@@ -44,8 +44,8 @@ class _NotRouted(Exception):
 @dataclass(frozen=True, slots=True)
 class DispatchConfig:
     """``accept_timeout_s``: a worker that has not taken a request in by then is passed over. ``request_timeout_s``: a
-    request that has not ended by then ends with an error. ``from_zero``: there may be no worker at all, and a request
-    that waits then makes Serve start one."""
+    request that has not ended by then ends with an error. ``from_zero``: it is in order that there is no worker; the
+    first request makes Serve start one."""
 
     max_queue: int
     queue_timeout_s: float
@@ -294,9 +294,9 @@ class Dispatcher:
         self._place_waiting()
 
     def _wake_if_needed(self) -> None:
-        """Where no worker is left and somebody waits, Serve is made to start one; once, until it has."""
-        somebody = self.num_waiting or self._num_asking
-        if not (self._config.from_zero and somebody) or self._placement.views:
+        """Where no worker is known to live and somebody waits, Serve is asked for any: it starts one where there is
+        none, and a Router that is being taken away hears of new ones in no other way."""
+        if not (self.num_waiting or self._num_asking) or self.live_reports():
             return
         if self._waking is None or self._waking.done():
             self._waking = asyncio.create_task(self._wake())

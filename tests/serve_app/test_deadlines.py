@@ -146,9 +146,12 @@ def test_a_worker_whose_pushes_stopped_is_asked_and_serves_on(slow: Path, short_
     served(slow, use)
 
 
-def test_with_no_worker_left_a_request_makes_serve_start_one(quick: Path) -> None:
+@pytest.mark.parametrize("from_zero", [True, False])
+def test_with_no_worker_heard_of_a_request_asks_serve_for_one(quick: Path, from_zero: bool) -> None:
     async def use(cluster: Cluster) -> None:
-        assert (await cluster.client.get("/ready")).status_code == 200
+        # A service that may have no worker is ready without one; else something is wrong until one is heard of.
+        assert (await cluster.client.get("/ready")).status_code == (200 if from_zero else 503)
+        assert cluster.transport.num_wakes == 0, "nobody waits"
         asked = [asyncio.create_task(ask(cluster)) for _ in range(3)]
         await asyncio.sleep(1.0)
         assert cluster.transport.num_wakes == 1, "asked for once, however many wait and however long"
@@ -160,16 +163,7 @@ def test_with_no_worker_left_a_request_makes_serve_start_one(quick: Path) -> Non
         )
         assert [(await task).status_code for task in asked] == [200] * 3
 
-    served(quick, use, report=False, from_zero=True)
-
-
-def test_where_there_is_always_a_worker_none_is_woken(quick: Path) -> None:
-    async def use(cluster: Cluster) -> None:
-        assert (await cluster.client.get("/ready")).status_code == 503
-        assert (await ask(cluster)).status_code == 429
-        assert cluster.transport.num_wakes == 0
-
-    served(quick, use, report=False, queue_timeout_s=0.6)
+    served(quick, use, report=False, from_zero=from_zero)
 
 
 def test_a_refused_request_that_waits_for_another_worker_stands_in_nobodys_way(slow: Path) -> None:

@@ -151,6 +151,14 @@ class FakeRunner:
     def figures(self) -> Mapping[str, float]:
         return {}
 
+    @property
+    def pager(self) -> None:
+        return None
+
+    @property
+    def passes(self) -> None:
+        return None
+
     def measure_arena_bytes(self) -> int:
         raise NotImplementedError("a fake device has no memory of its own")
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import re
 import time
+import weakref
 from contextlib import aclosing, closing
 from dataclasses import replace
 from pathlib import Path
@@ -261,6 +263,27 @@ def test_an_arena_smaller_than_the_context_is_said_and_held() -> None:
 def test_an_arena_for_nothing_stops_the_start() -> None:
     with pytest.raises(ConfigError, match="arena_bytes"):
         on_fake_runner(arena_bytes=512)
+
+
+@pytest.mark.parametrize("experts", ["resident", "paged"])
+def test_a_closed_engine_holds_no_weights_and_no_arena(experts: str) -> None:
+    engine = NativeEngine(config(experts=experts))
+    runner: Any = engine._runner
+    held = {
+        "arena": weakref.ref(runner.arena.buffer),
+        "embedding": weakref.ref(runner._model.decoder._embedding),
+        "pager": weakref.ref(runner.pager) if runner.pager is not None else lambda: None,
+    }
+    assert held["arena"]() is not None
+    del runner
+    engine.close()
+    engine.close()
+    gc.collect()
+    assert [name for name, find in held.items() if find() is not None] == []
+    assert engine.model.vocab_size
+    assert engine.snapshot().num_running == 0
+    with pytest.raises(EngineDead, match="closed"):
+        engine.submit(GenerateRequest("late", (1, 2), SamplingParams()))
 
 
 class _Stalling(FakeRunner):

@@ -31,6 +31,7 @@ from worker.scheduling.snapshots import take_snapshot
 from worker.scheduling.step import StepPlan, StepResult
 
 if TYPE_CHECKING:
+    from worker.experts.pager import ExpertPager
     from worker.experts.passes import PassSize
     from worker.experts.report import ExpertReport
 
@@ -56,6 +57,10 @@ class Runner(Protocol):
     def page_specs(self) -> tuple[PageSpec, ...]: ...
     @property
     def figures(self) -> Mapping[str, float]: ...
+    @property
+    def pager(self) -> ExpertPager | None: ...
+    @property
+    def passes(self) -> PassSize | None: ...
     def measure_arena_bytes(self) -> int: ...
     def attach_memory(self, specs: Sequence[PageSpec], arena_bytes: int) -> None: ...
     def capture_graphs(self) -> None: ...
@@ -100,10 +105,9 @@ class NativeEngine:
         self._runner = make_runner(config)
         info, specs = self._runner.model_info, self._runner.page_specs
         arena_bytes = _arena_bytes(config, self._runner)
-        pager = getattr(self._runner, "pager", None)
+        pager, passes = self._runner.pager, self._runner.passes
         self._experts = EngineExperts(pager, config, info, specs, arena_bytes) if pager is not None else None
         floor_places = self._experts.floor_places if self._experts is not None else 0
-        passes = getattr(self._runner, "passes", None)
         chunk_tokens = 0
         if passes is not None:
             log.info("experts: %s", passes.line)
@@ -262,13 +266,15 @@ class NativeEngine:
             raise EngineDead(f"The step loop has not advanced for {idle_s:.1f} s.")
 
     def close(self) -> None:
-        """Stops the thread and frees the model; open streams end with ABORT."""
+        """Stops the thread, lets weights and arena go, even while somebody holds the engine; open streams end with
+        ABORT."""
         with self._changed:
             already, self._closed = self._closed, True
             self._changed.notify()
         self._thread.join()
         if not already:
             self._streams.finish_all(FinishReason.ABORT)
+            self._experts = None
             self._runner.close()
 
     # ---- the loop's thread

@@ -99,6 +99,7 @@ class ModelRunner:
         self._uploads = make_uploads(self._device)
         self._arena: Arena | None = None
         self._builder: BatchBuilder | None = None
+        self._closed = False
         self.graphs: DecodeGraphs | None = None
 
     def _plan_passes(self) -> PassSize | None:
@@ -303,5 +304,10 @@ class ModelRunner:
         self.graphs = None
 
     def close(self) -> None:
-        """Gives the arena back; no step may follow."""
+        """Lets arena, weights and paged experts go; no step may follow. Its facts stay."""
+        if self._closed:
+            return
+        self._closed = True
         self.detach_memory()
+        self.pager = None
+        del self._model, self._backend, self._sampler, self._last_tokens, self._uploads

@@ -16,8 +16,8 @@ from tests.helpers.tiny import tiny_folder
 from tests.worker.models.test_families import CASES, random_prompt, run_mixed
 from worker.api import SamplingParams, TokenLogprobs
 from worker.config import WorkerConfig
-from worker.engines.native import NativeEngine
 from worker.execution.runner import ModelRunner
+from worker.execution.warm_up import MARGIN_BYTES
 
 pytestmark = pytest.mark.gpu
 
@@ -155,18 +155,21 @@ def test_random_weights_of_every_format_answer(format: str, tmp_path: Path) -> N
             assert np.isfinite([said.logprob, *(value for _, value in said.top)]).all()
 
 
-def test_the_arena_takes_what_the_largest_step_leaves() -> None:
-    config = WorkerConfig(
-        model=str(tiny_folder("qwen3_5_moe")), device="cuda", max_running=8, max_step_tokens=512
-    )
+def measured(**settings: object) -> tuple[int, int]:
+    """Free bytes of the device behind a model, and those that an arena would get."""
+    config = WorkerConfig(model=str(tiny_folder("qwen3_5_moe")), device="cuda", **settings)  # type: ignore[arg-type]
+    runner = ModelRunner(config)
     free, _ = torch.cuda.mem_get_info()
-    engine = NativeEngine(config)
-    try:
-        arena_bytes = engine.snapshot().headroom.arena_bytes
-        left, _ = torch.cuda.mem_get_info()
-        assert arena_bytes > 0.9 * free
-        assert left > 100 << 20
-        extra = engine.snapshot().extra
-        assert extra["graph.eager_decode_steps"] == 0
-    finally:
-        engine.close()
+    found = runner.measure_arena_bytes()
+    runner.attach_memory(runner.page_specs, 1 << 24)
+    runner.capture_graphs()
+    assert runner.graphs is not None
+    return free, found
+
+
+def test_the_arena_gets_what_the_largest_step_leaves() -> None:
+    free, small = measured(max_running=8, max_step_tokens=512)
+    assert MARGIN_BYTES < free - small < 8 << 30
+    free, large = measured(max_running=256, max_step_tokens=32768)
+    # The hidden states of 32,768 tokens are not for nothing.
+    assert large < small - (64 << 20)

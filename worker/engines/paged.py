@@ -62,7 +62,7 @@ class EngineExperts:
         )
         for line in plan_lines(facts):
             log.info("%s", line)
-        link = measure_link(pager.host, torch.device(info.device))
+        link = pager.link = pager.link or measure_link(pager.host, torch.device(info.device))
         log.info("experts: %s", link.line())
         self._pager = pager
         self._reporter = ExpertReporter(pager)

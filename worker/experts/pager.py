@@ -19,6 +19,7 @@ from memory.device.residency import Residency, ResidencyRules
 from memory.device.residency_check import ResidencyCheck
 from worker.errors import ConfigError, EngineDead
 from worker.execution.staging import Uploads
+from worker.experts.link import ExpertLink
 from worker.experts.pass_ring import PassRing
 
 
@@ -59,6 +60,8 @@ class ExpertPager:
         self._token = torch.zeros(0, dtype=torch.int64)
         self._still = False
         self._ring: PassRing | None = None
+        self.link: ExpertLink | None = None
+        """how fast missing experts come, where that is known; else it is measured at start"""
         self.inner_size = 0
         """of the widest expert; entered as layers are read"""
 

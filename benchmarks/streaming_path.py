@@ -107,8 +107,8 @@ class Server:
 
 
 def load_of(port: int, pace: Pace, measured_s: float) -> Load:
-    """Streams of at least three seconds, and so long that some fifty a second begin; opened at twice that rate."""
-    stream_s = max(3.0, pace.num_streams / 50)
+    """Streams of at least three seconds, and so long that some 25 a second begin; opened at twice that rate."""
+    stream_s = max(3.0, pace.num_streams / 25)
     tokens = int(stream_s * pace.tokens_per_s)
     return Load(port, pace.num_streams, tokens, max(2.0, stream_s / 2), measured_s=measured_s)
 

@@ -104,7 +104,7 @@ def test_the_pace_is_bounded_per_stream_and_in_all(streams: int, per_stream: flo
 
 
 @pytest.mark.parametrize(
-    ("streams", "tokens", "ramp_s"), [(1, 600, 2.0), (256, 1_024, 2.56), (1_000, 1_120, 10.0)]
+    ("streams", "tokens", "ramp_s"), [(1, 600, 2.0), (256, 2_048, 5.12), (1_000, 2_240, 20.0)]
 )
 def test_streams_are_long_enough_that_few_begin_at_once(streams: int, tokens: int, ramp_s: float) -> None:
     load = load_of(80, pace_of(streams, 56_000.0), 5.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ import torch
 
 from kernels.hashing import hash_blocks
 from memory.api import PAGE_ALIGN_BYTES, align_bytes
-from memory.device.host_region import HostRegion, pin
+from memory.device.host_region import HostRegion, pin, unpin
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +83,12 @@ class HostExperts:
         self._region.complete()
 
     def pin(self) -> str | None:
-        """Makes the blocks readable by the GPU in place; None, or why it cannot be."""
-        return pin(self._region.data)
+        """Makes the blocks readable by the GPU in place for this store's life; None, or why it cannot be."""
+        reason = pin(self._region.data)
+        if reason is None:
+            # Before the mapping goes: its addresses could not be pinned again, and the next store may get them.
+            weakref.finalize(self, unpin, self._region.data)
+        return reason
 
     def addresses(self) -> torch.Tensor:
         """[rows, num_experts] int64, the address of each block; 0 where a layer has fewer experts. With unified

@@ -121,5 +121,7 @@ def _clear_error() -> None:
 
 
 def unpin(data: torch.Tensor) -> None:
-    """Ends what :func:`pin` began; no kernel may be reading. Memory that is unmapped while registered stays pinned."""
+    """Ends what :func:`pin` began, when the kernels that read it are done. Memory that is unmapped while registered
+    stays pinned."""
+    torch.cuda.synchronize()
     torch.cuda.cudart().cudaHostUnregister(data.data_ptr())

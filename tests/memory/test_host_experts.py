@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import time
@@ -11,7 +12,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from kernels.experts import copy_blocks
 from kernels.hashing import hash_blocks
+from memory.device import host_experts
 from memory.device.host_experts import HostExperts, LayerBlocks
 from memory.device.host_region import SHARED_FOLDER, remove_shared
 
@@ -134,3 +137,36 @@ def test_what_somebody_else_put_under_the_name_is_not_taken(
         assert target.read_bytes() == b"precious"
     finally:
         target.unlink()
+
+
+def test_a_store_is_unpinned_before_its_memory_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, int]] = []
+
+    def pin(data: torch.Tensor) -> None:
+        told.append(("pin", data.data_ptr()))
+
+    def unpin(data: torch.Tensor) -> None:
+        assert int(data[0]) == 7, "still mapped"
+        told.append(("unpin", data.data_ptr()))
+
+    monkeypatch.setattr(host_experts, "pin", pin)
+    monkeypatch.setattr(host_experts, "unpin", unpin)
+    store = HostExperts({0: LayerBlocks(2, 256)})
+    store.block(0, 0).fill_(7)
+    address = store.block(0, 0).data_ptr()
+    assert store.pin() is None
+    del store
+    gc.collect()
+    assert told == [("pin", address), ("unpin", address)]
+
+
+@pytest.mark.gpu
+def test_stores_can_be_pinned_one_after_another() -> None:
+    for number in range(8):
+        store = HostExperts({0: LayerBlocks(4, 1 << 20)})
+        store.block(0, 1).fill_(number)
+        assert store.pin() is None
+        kept = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda")
+        targets = torch.tensor([0, kept.data_ptr(), 0, 0], device="cuda")
+        copy_blocks(store.addresses()[0].to("cuda"), targets, 1 << 20)
+        assert bool((kept == number).all())

@@ -28,19 +28,19 @@ HALF_WAY: tl.constexpr = tl.constexpr(2.0**60)
 def _inputs(x, unit, live, order, factor, KIND: tl.constexpr, HAS_ORDER: tl.constexpr):
     """x at a tile's columns, times ``factor``, float32; packed weights: (even columns, odd columns)."""
     if KIND < 2:
-        value = tl.load(x + unit, mask=live, other=0.0).to(tl.float32) * factor
-        return value, value
-    if HAS_ORDER:
+        even = tl.load(x + unit, mask=live, other=0.0).to(tl.float32) * factor
+        odd = even
+    elif HAS_ORDER:
         inputs_of = order.to(tl.pointer_type(tl.int32))
         even_at = tl.load(inputs_of + 2 * unit, mask=live, other=0)
         odd_at = tl.load(inputs_of + 2 * unit + 1, mask=live, other=0)
         even = tl.load(x + even_at, mask=live, other=0.0).to(tl.float32) * factor
         odd = tl.load(x + odd_at, mask=live, other=0.0).to(tl.float32) * factor
-        return even, odd
-    # Read side by side and parted in registers: two strided loads would be one instruction per element.
-    both = 2 * unit[:, :, None] + tl.arange(0, 2)[None, None, :]
-    value = tl.load(x + both, mask=live[:, :, None] & (both >= 0), other=0.0).to(tl.float32) * factor
-    even, odd = tl.split(value)
+    else:
+        # Read side by side and parted in registers: two strided loads would be one instruction per element.
+        both = 2 * unit[:, :, None] + tl.arange(0, 2)[None, None, :]
+        value = tl.load(x + both, mask=live[:, :, None] & (both >= 0), other=0.0).to(tl.float32) * factor
+        even, odd = tl.split(value)
     return even, odd
 
 
@@ -51,20 +51,22 @@ def _add(
 ):  # fmt: skip
     """acc [rows, groups, units] += a tile's weights times its inputs. FP8: all rows share ``cell_first``."""
     if KIND == 0:
-        return acc + raw.to(tl.float32) * even[None, :, :]
-    if KIND == 1:
+        acc += raw.to(tl.float32) * even[None, :, :]
+    elif KIND == 1:
         scale = scale_cells(scales, cell_first + group, ok, KIND) * HALF_WAY
-        return acc + from_fp8_shrunk(raw, ASM) * (even * scale[:, None])[None, :, :]
-    cell = cell_first[:, None] + group[None, :]
-    mask = read[:, None] & ok[None, :]
-    scale = scale_cells(scales, cell, mask, KIND)
-    if KIND == 2:
-        zero = zero_cells(zeros, zero_offset, cell, mask, HAS_ZEROS)
-        low, high = from_int4(raw, tl.broadcast_to(zero[:, :, None], raw.shape), ASM)
+        acc += from_fp8_shrunk(raw, ASM) * (even * scale[:, None])[None, :, :]
     else:
-        low, high = from_e2m1(raw, ASM)
-    both = low.to(tl.float32) * even[None, :, :] + high.to(tl.float32) * odd[None, :, :]
-    return acc + both * scale[:, :, None]
+        cell = cell_first[:, None] + group[None, :]
+        mask = read[:, None] & ok[None, :]
+        scale = scale_cells(scales, cell, mask, KIND)
+        if KIND == 2:
+            zero = zero_cells(zeros, zero_offset, cell, mask, HAS_ZEROS)
+            low, high = from_int4(raw, tl.broadcast_to(zero[:, :, None], raw.shape), ASM)
+        else:
+            low, high = from_e2m1(raw, ASM)
+        both = low.to(tl.float32) * even[None, :, :] + high.to(tl.float32) * odd[None, :, :]
+        acc += both * scale[:, :, None]
+    return acc
 
 
 @triton.jit
@@ -108,30 +110,50 @@ def one_gate_up(
         up_scale_at = base + gate_scales
     gate_acc = tl.zeros([ROWS, GROUPS, GROUP // PACKED], tl.float32)
     up_acc = tl.zeros([ROWS, GROUPS, GROUP // PACKED], tl.float32)
-    for start in tl.static_range(0, WIDTH, GROUP * GROUPS):
+    COLUMNS: tl.constexpr = GROUP * GROUPS
+    EVEN: tl.constexpr = WIDTH % COLUMNS == 0
+    unit = tl.arange(0, GROUPS)[:, None] * (GROUP // PACKED) + tl.arange(0, GROUP // PACKED)[None, :]
+    gate_at = row.to(tl.int64)[:, None, None] * (WIDTH // PACKED) + unit[None, :, :]
+    up_at = up_row.to(tl.int64)[:, None, None] * (WIDTH // PACKED) + unit[None, :, :]
+    inside = unit < WIDTH // PACKED
+    mask = row_ok[:, None, None] & inside[None, :, :]
+    gate_raw = raw_tile(base + gate_up, gate_at, mask, x, KIND, ALIGN)
+    up_raw = raw_tile(base + gate_up, up_at, mask, x, KIND, ALIGN)
+    for start in tl.static_range(0, WIDTH, COLUMNS):
+        next_mask = mask
+        next_gate_raw = gate_raw
+        next_up_raw = up_raw
+        if start + COLUMNS < WIDTH:
+            # Under way before this tile is waited for: what parts the inputs below is a barrier that no load passes.
+            next_inside = unit + (start + COLUMNS) // PACKED < WIDTH // PACKED if not EVEN else unit >= 0
+            next_mask = row_ok[:, None, None] & next_inside[None, :, :]
+            next_gate_raw = raw_tile(
+                base + gate_up, gate_at + (start + COLUMNS) // PACKED, next_mask, x, KIND, ALIGN
+            )
+            next_up_raw = raw_tile(
+                base + gate_up, up_at + (start + COLUMNS) // PACKED, next_mask, x, KIND, ALIGN
+            )
+        here = unit + start // PACKED
+        inside = here < WIDTH // PACKED if not EVEN else here >= 0
         group = start // GROUP + tl.arange(0, GROUPS)
-        unit = group[:, None] * (GROUP // PACKED) + tl.arange(0, GROUP // PACKED)[None, :]
-        inside = unit < WIDTH // PACKED if WIDTH % (GROUP * GROUPS) else unit >= 0
         ok = group * GROUP < WIDTH
-        gate_at = row.to(tl.int64)[:, None, None] * (WIDTH // PACKED) + unit[None, :, :]
-        up_at = up_row.to(tl.int64)[:, None, None] * (WIDTH // PACKED) + unit[None, :, :]
-        mask = row_ok[:, None, None] & inside[None, :, :]
-        gate_raw = raw_tile(base + gate_up, gate_at, mask, x, KIND, ALIGN)
-        up_raw = raw_tile(base + gate_up, up_at, mask, x, KIND, ALIGN)
         if TEE:
-            keep_tile(target, gate_at, mask, gate_raw, x, KIND, ALIGN)
-            keep_tile(target, up_at, mask, up_raw, x, KIND, ALIGN)
-        even, odd = _inputs(x, unit, inside, base + gate_order, 1.0, KIND, HAS_ORDER)
+            keep_tile(target, gate_at + start // PACKED, mask, gate_raw, x, KIND, ALIGN)
+            keep_tile(target, up_at + start // PACKED, mask, up_raw, x, KIND, ALIGN)
+        even, odd = _inputs(x, here, inside, base + gate_order, 1.0, KIND, HAS_ORDER)
         gate_acc = _add(
             gate_acc, gate_raw, even, odd, base + gate_scales, gate_cell, group, ok, base + zeros, zero_offset, row_ok,
             KIND, HAS_ZEROS, ASM,
         )  # fmt: skip
         if HAS_ORDER:
-            even, odd = _inputs(x, unit, inside, base + up_order, 1.0, KIND, True)
+            even, odd = _inputs(x, here, inside, base + up_order, 1.0, KIND, True)
         up_acc = _add(
             up_acc, up_raw, even, odd, up_scale_at, up_cell, group, ok, base + zeros, zero_offset, row_ok,
             KIND, HAS_ZEROS, ASM,
         )  # fmt: skip
+        mask = next_mask
+        gate_raw = next_gate_raw
+        up_raw = next_up_raw
     gate = _total(gate_acc, KIND)
     up = _total(up_acc, KIND)
     if HAS_BIAS:

@@ -317,10 +317,7 @@ def _run_one(
     activation: int, limit: float, alpha: float, tee: torch.Tensor | None, tiles: tuple[Tiles, Tiles] | None,
 ) -> torch.Tensor:  # fmt: skip
     width, per_token = x.shape[1], experts.shape[1]
-    up, down = tiles or (
-        choose_one_tiles(block.kind, is_down=False),
-        choose_one_tiles(block.kind, is_down=True),
-    )
+    up, down = tiles or ONE_TOKEN_TILES[block.kind]
     groups = [
         g if block.kind >= INT4 else FP8_BLOCK_SIZE for g in (block.group, block.down_group or block.group)
     ]

@@ -38,9 +38,9 @@ FAULTS = [
         tests=(f"{FAKE}::test_a_full_arena_sends_the_latest_back_and_changes_no_token",),
     ),
     Fault(
-        "fake engine: a dead loop leaves its streams open",
-        "worker.engines.fake",
-        old="self._streams.finish_all(FinishReason.ERROR, error)",
+        "plain engines: a dead loop leaves its streams open",
+        "worker.engines.desk",
+        old="self.streams.finish_all(FinishReason.ERROR, error)",
         new="pass",
         tests=(f"{CONTRACT}::test_a_dead_engine_ends_every_stream_with_its_error[fake]",),
     ),

@@ -6,10 +6,8 @@ when that arena is full, and can die or stall on purpose. The script comes from 
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
-from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,14 +22,13 @@ from worker.api import (
 )
 from worker.config import WorkerConfig
 from worker.engines.checks import check_token_ids
-from worker.engines.counters import EngineCounters, QueueState
+from worker.engines.desk import RequestDesk
 from worker.engines.fake_caches import FakeExperts, FakePrefixes
 from worker.engines.fake_script import FakeScript, TokenSource, read_script
-from worker.engines.streams import EventReader, EventStreams
-from worker.errors import EngineDead, InvalidRequest, Overloaded, PromptTooLong
+from worker.engines.streams import EventReader
+from worker.errors import InvalidRequest, PromptTooLong
 from worker.model_folder import read_model_info
 
-DRAIN_POLL_S = 0.01
 LONGEST_SLEEP_S = 0.25
 """A loop that waits for a late token turns at least so often, so that waiting is no stall."""
 
@@ -67,17 +64,10 @@ class FakeEngine:
         self._arena_bytes = self._script.arena_bytes or config.arena_bytes
         self._prefixes = FakePrefixes(self._script)
         self._experts = FakeExperts(self._script, self._model)
-        self._streams = EventStreams()
-        self._counters = EngineCounters()
-        self._changed = threading.Condition()
-        self._requests: dict[str, _Live] = {}
+        self._desk: RequestDesk[_Live] = RequestDesk(config)
+        self._counters = self._desk.counters
         self._running: dict[str, _Live] = {}
         self._running_tokens = 0
-        self._waiting: deque[_Live] = deque()
-        self._draining = False
-        self._closed = False
-        self._error = ""
-        self._advanced_s = time.monotonic()
         self._thread = threading.Thread(target=self._loop, name="fake-engine", daemon=True)
         self._thread.start()
 
@@ -89,24 +79,7 @@ class FakeEngine:
     def submit(self, request: GenerateRequest) -> None:
         """Queues a request; see :meth:`worker.api.Engine.submit`."""
         self._validate(request)
-        with self._changed:
-            if self._error or self._closed:
-                raise EngineDead(self._error or "The engine is closed.")
-            if self._draining:
-                raise Overloaded("The worker is draining.")
-            if len(self._waiting) >= self._config.max_waiting:
-                raise Overloaded(f"{len(self._waiting)} requests are waiting already (max_waiting).")
-            if request.request_id in self._requests or request.request_id in self._streams:
-                raise InvalidRequest("request_id", f"Request id {request.request_id!r} is in use.")
-            self._streams.open(request.request_id)
-            live = _Live(request, TokenSource(self._script, request, self._model))
-            if not self._requests:
-                self._advanced_s = time.monotonic()
-            self._requests[request.request_id] = live
-            self._waiting.append(live)
-            self._counters.num_submitted += 1
-            self._counters.prompt_tokens += len(request.prompt_token_ids)
-            self._changed.notify()
+        self._desk.submit(request, lambda taken: _Live(taken, TokenSource(self._script, taken, self._model)))
 
     def _validate(self, request: GenerateRequest) -> None:
         if request.grammar is not None:
@@ -120,26 +93,20 @@ class FakeEngine:
 
     def stream(self, request_id: str) -> EventReader:
         """The request's events; see :meth:`worker.api.Engine.stream`."""
-        return self._streams.stream(request_id, self.abort)
+        return self._desk.stream(request_id, self.abort)
 
     def abort(self, request_id: str) -> None:
         """Ends a request at once; unknown ids are ignored."""
-        with self._changed:
-            live = self._requests.get(request_id)
+        with self._desk.changed:
+            live = self._desk.requests.get(request_id)
             if live is not None:
                 self._finish(live, FinishReason.ABORT)
-                self._changed.notify()
+                self._desk.changed.notify()
 
     def snapshot(self) -> WorkerSnapshot:
         """Counters, queue and simulated headroom now."""
-        with self._changed:
-            queue = QueueState(
-                num_running=len(self._running),
-                num_waiting=len(self._waiting),
-                waiting_tokens=sum(live.num_tokens for live in self._waiting),
-                max_running=self._config.max_running,
-                draining=self._draining,
-            )
+        with self._desk.changed:
+            queue = self._desk.queue(len(self._running), self._config.max_running)
             return replace(
                 self._counters.snapshot(queue, self._headroom()),
                 expert_hits=self._experts.hits,
@@ -150,54 +117,38 @@ class FakeEngine:
 
     async def drain(self, timeout_s: float) -> int:
         """Refuses new requests, waits, and aborts what is left after ``timeout_s``."""
-        with self._changed:
-            self._draining = True
-        deadline = time.monotonic() + timeout_s
-        while self._requests and time.monotonic() < deadline:  # noqa: ASYNC110 (another thread ends requests)
-            await asyncio.sleep(DRAIN_POLL_S)
-        left = list(self._requests)
-        for request_id in left:
-            self.abort(request_id)
-        return len(left)
+        return await self._desk.drain(timeout_s, self.abort)
 
     def check_health(self) -> None:
         """Raises EngineDead after a death, or when requests stand still for longer than ``stall_timeout_s``."""
-        with self._changed:
-            if self._error:
-                raise EngineDead(self._error)
-            idle_s = time.monotonic() - self._advanced_s
-            if self._requests and idle_s > self._config.stall_timeout_s:
-                raise EngineDead(f"The step loop has not advanced for {idle_s:.1f} s.")
+        self._desk.check_health()
 
     def close(self) -> None:
         """Stops the thread; open streams end with ABORT."""
-        with self._changed:
-            self._closed = True
-            for live in list(self._requests.values()):
+        with self._desk.changed:
+            self._desk.closed = True
+            for live in list(self._desk.requests.values()):
                 self._finish(live, FinishReason.ABORT)
-            self._changed.notify()
+            self._desk.changed.notify()
         self._thread.join()
 
     def _loop(self) -> None:
         try:
-            with self._changed:
-                while not self._closed:
+            with self._desk.changed:
+                while not self._desk.closed:
                     wait_s = self._step()
                     if wait_s == 0.0:  # lets submit and abort in between two steps
-                        self._changed.wait(1e-4)
+                        self._desk.changed.wait(1e-4)
                     else:
-                        self._changed.wait(wait_s)
+                        self._desk.changed.wait(wait_s)
         except Exception as error:
             self._die(f"{type(error).__name__}: {error}")
 
     def _die(self, error: str) -> None:
-        with self._changed:
-            self._error = error
-            self._requests.clear()
+        with self._desk.changed:
             self._running.clear()
             self._running_tokens = 0
-            self._waiting.clear()
-        self._streams.finish_all(FinishReason.ERROR, error)
+            self._desk.die(error)
 
     def _step(self) -> float | None:
         """Emits what is due; answers the seconds until the next token is due, None when there is nothing to do."""
@@ -205,7 +156,7 @@ class FakeEngine:
         if stall_after and self._counters.generated_tokens >= stall_after:
             return None
         now = time.monotonic()
-        self._advanced_s = now
+        self._desk.advanced()
         self._admit(now)
         due = [live for live in self._running.values() if live.due_s <= now]
         events: list[TokenEvent] = []
@@ -213,7 +164,7 @@ class FakeEngine:
             for live in due:
                 self._emit_due(live, now, events)
         finally:  # what was said before a scripted death is heard
-            self._streams.put_all(events)
+            self._desk.streams.put_all(events)
         if events:
             self._counters.stepped(time.monotonic() - now)
             self._admit(now)
@@ -230,11 +181,11 @@ class FakeEngine:
                 return
 
     def _admit(self, now: float) -> None:
-        while self._waiting and len(self._running) < self._config.max_running:
-            live = self._waiting[0]
+        while self._desk.waiting and len(self._running) < self._config.max_running:
+            live = self._desk.waiting[0]
             if not self._fits(live.num_tokens + 1):
                 return
-            self._waiting.popleft()
+            self._desk.waiting.popleft()
             self._running[live.request.request_id] = live
             self._running_tokens += live.num_tokens
             prompt, salt = live.request.prompt_token_ids, live.request.cache_salt
@@ -259,7 +210,7 @@ class FakeEngine:
             victim = next(reversed(self._running.values()))
             self._stop_running(victim)
             victim.num_retractions += 1
-            self._waiting.appendleft(victim)
+            self._desk.waiting.appendleft(victim)
             self._counters.retracted()
             if victim is live:
                 return False
@@ -296,7 +247,7 @@ class FakeEngine:
     def _finish(self, live: _Live, reason: FinishReason) -> None:
         self._forget(live)
         self._counters.num_aborted += 1
-        self._streams.put(
+        self._desk.streams.put(
             TokenEvent(
                 live.request.request_id,
                 num_generated=live.generated,
@@ -306,9 +257,9 @@ class FakeEngine:
         )
 
     def _forget(self, live: _Live) -> None:
-        del self._requests[live.request.request_id]
+        del self._desk.requests[live.request.request_id]
         if not self._stop_running(live):
-            self._waiting.remove(live)
+            self._desk.waiting.remove(live)
 
     def _is_running(self, live: _Live) -> bool:
         return live.request.request_id in self._running

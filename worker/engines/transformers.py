@@ -6,11 +6,9 @@ the library's own cache; the others wait in a queue.
 
 from __future__ import annotations
 
-import asyncio
 import random
 import threading
 import time
-from collections import deque
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,14 +28,13 @@ from worker.api import (
 )
 from worker.config import WorkerConfig
 from worker.engines.checks import check_token_ids
-from worker.engines.counters import EngineCounters, QueueState
+from worker.engines.desk import RequestDesk
 from worker.engines.plain_sampling import choose_token, token_logprobs
-from worker.engines.streams import EventReader, EventStreams
-from worker.errors import ConfigError, EngineDead, InvalidRequest, ModelLoadError, Overloaded, PromptTooLong
+from worker.engines.streams import EventReader
+from worker.errors import ConfigError, InvalidRequest, ModelLoadError, PromptTooLong
 from worker.model_folder import read_model_info
 from worker.models.transformers_window import apply_attention_windows
 
-DRAIN_POLL_S = 0.01
 FALLBACK_MODEL_LEN = 4096
 """Where neither the checkpoint nor the configuration says how long a request may be."""
 
@@ -71,16 +68,9 @@ class TransformersEngine:
         self._lm = _load(config, self._device, dtype)
         self._model = _model_info(config, self._lm, self._device)
         self._seeds = random.Random(config.seed)
-        self._streams = EventStreams()
-        self._counters = EngineCounters()
-        self._changed = threading.Condition()
-        self._waiting: deque[_Live] = deque()
+        self._desk: RequestDesk[_Live] = RequestDesk(config)
+        self._counters = self._desk.counters
         self._running: _Live | None = None
-        self._requests: dict[str, _Live] = {}
-        self._draining = False
-        self._closed = False
-        self._error = ""
-        self._advanced_s = time.monotonic()
         self._thread = threading.Thread(target=self._loop, name="transformers-engine", daemon=True)
         self._thread.start()
 
@@ -92,24 +82,7 @@ class TransformersEngine:
     def submit(self, request: GenerateRequest) -> None:
         """Queues a request; see :meth:`worker.api.Engine.submit`."""
         self._validate(request)
-        with self._changed:
-            if self._error or self._closed:
-                raise EngineDead(self._error or "The engine is closed.")
-            if self._draining:
-                raise Overloaded("The worker is draining.")
-            if len(self._waiting) >= self._config.max_waiting:
-                raise Overloaded(f"{len(self._waiting)} requests are waiting already (max_waiting).")
-            if request.request_id in self._requests or request.request_id in self._streams:
-                raise InvalidRequest("request_id", f"Request id {request.request_id!r} is in use.")
-            self._streams.open(request.request_id)
-            live = self._accept(request)
-            if not self._requests:
-                self._advanced_s = time.monotonic()
-            self._requests[request.request_id] = live
-            self._waiting.append(live)
-            self._counters.num_submitted += 1
-            self._counters.prompt_tokens += len(request.prompt_token_ids)
-            self._changed.notify()
+        self._desk.submit(request, self._accept)
 
     def _accept(self, request: GenerateRequest) -> _Live:
         sampling = request.sampling
@@ -133,59 +106,40 @@ class TransformersEngine:
 
     def stream(self, request_id: str) -> EventReader:
         """The request's events; see :meth:`worker.api.Engine.stream`."""
-        return self._streams.stream(request_id, self.abort)
+        return self._desk.stream(request_id, self.abort)
 
     def abort(self, request_id: str) -> None:
         """Ends a request before its next token; unknown ids are ignored."""
-        with self._changed:
-            live = self._requests.get(request_id)
+        with self._desk.changed:
+            live = self._desk.requests.get(request_id)
             if live is None:
                 return
             live.aborted = True
             if live is not self._running:
-                self._waiting.remove(live)
+                self._desk.waiting.remove(live)
                 self._finish(live, TokenEvent(request_id, finish_reason=FinishReason.ABORT))
 
     def snapshot(self) -> WorkerSnapshot:
         """Counters and queue now. There is no arena: headroom is empty."""
-        with self._changed:
-            queue = QueueState(
-                num_running=int(self._running is not None),
-                num_waiting=len(self._waiting),
-                waiting_tokens=sum(live.num_tokens for live in self._waiting),
-                max_running=1,
-                draining=self._draining,
-            )
+        with self._desk.changed:
+            queue = self._desk.queue(int(self._running is not None), 1)
             return self._counters.snapshot(queue, Headroom())
 
     async def drain(self, timeout_s: float) -> int:
         """Refuses new requests, waits, and aborts what is left after ``timeout_s``."""
-        with self._changed:
-            self._draining = True
-        deadline = time.monotonic() + timeout_s
-        while self._requests and time.monotonic() < deadline:  # noqa: ASYNC110 (another thread ends requests)
-            await asyncio.sleep(DRAIN_POLL_S)
-        left = list(self._requests)
-        for request_id in left:
-            self.abort(request_id)
-        return len(left)
+        return await self._desk.drain(timeout_s, self.abort)
 
     def check_health(self) -> None:
         """Raises EngineDead after a death, or when a token takes longer than ``stall_timeout_s``."""
-        with self._changed:
-            if self._error:
-                raise EngineDead(self._error)
-            idle_s = time.monotonic() - self._advanced_s
-            if self._requests and idle_s > self._config.stall_timeout_s:
-                raise EngineDead(f"No token for {idle_s:.1f} s.")
+        self._desk.check_health()
 
     def close(self) -> None:
         """Stops the thread after the token in flight and lets the model go; open streams end with ABORT."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
+        with self._desk.changed:
+            self._desk.closed = True
+            self._desk.changed.notify()
         self._thread.join()
-        for request_id in list(self._requests):
+        for request_id in list(self._desk.requests):
             self.abort(request_id)
         self._lm = None
 
@@ -197,25 +151,22 @@ class TransformersEngine:
             self._die(f"{type(error).__name__}: {error}")
 
     def _next(self) -> _Live | None:
-        with self._changed:
+        with self._desk.changed:
             self._running = None
-            while not self._waiting and not self._closed:
-                self._changed.wait()
-            if self._closed:
+            while not self._desk.waiting and not self._desk.closed:
+                self._desk.changed.wait()
+            if self._desk.closed:
                 return None
-            self._running = live = self._waiting.popleft()
+            self._running = live = self._desk.waiting.popleft()
             live.stamps = replace(live.stamps, scheduled_s=time.time())
             self._counters.scheduled(live.stamps.scheduled_s - live.stamps.queued_s)
-            self._advanced_s = time.monotonic()
+            self._desk.advanced()
             return live
 
     def _die(self, error: str) -> None:
-        with self._changed:
-            self._error = error
-            self._requests.clear()
-            self._waiting.clear()
+        with self._desk.changed:
             self._running = None
-        self._streams.finish_all(FinishReason.ERROR, error)
+            self._desk.die(error)
 
     @torch.inference_mode()
     def _run(self, live: _Live) -> None:
@@ -226,17 +177,17 @@ class TransformersEngine:
             if not live.aborted:
                 logits, cache = self._forward(tokens if cache is None else tokens[-1:], cache)
                 token, logprobs = _draw(live, logits)
-            with self._changed:
-                if live.aborted or self._closed:
+            with self._desk.changed:
+                if live.aborted or self._desk.closed:
                     self._finish(live, TokenEvent(live.request.request_id, finish_reason=FinishReason.ABORT))
                     return
                 event = self._advance(live, token, logprobs)
-                self._advanced_s = time.monotonic()
-                self._counters.stepped(self._advanced_s - started)
+                self._desk.advanced()
+                self._counters.stepped(time.monotonic() - started)
                 if event.finish_reason is not None:
                     self._finish(live, event)
                     return
-            self._streams.put(event)
+            self._desk.streams.put(event)
             tokens.append(live.generated[-1])
 
     def _forward(self, token_ids: list[int], cache: Any) -> tuple[torch.Tensor, Any]:
@@ -265,7 +216,7 @@ class TransformersEngine:
         )
 
     def _finish(self, live: _Live, last: TokenEvent) -> None:
-        del self._requests[live.request.request_id]
+        del self._desk.requests[live.request.request_id]
         if live is self._running:
             self._running = None
         if last.finish_reason is FinishReason.ABORT:
@@ -273,7 +224,7 @@ class TransformersEngine:
         else:
             self._counters.num_finished += 1
         timeline = replace(live.stamps, finished_s=time.time(), num_generated_tokens=len(live.generated))
-        self._streams.put(replace(last, num_generated=len(live.generated), timeline=timeline))
+        self._desk.streams.put(replace(last, num_generated=len(live.generated), timeline=timeline))
 
 
 def _draw(live: _Live, logits: torch.Tensor) -> tuple[int, tuple[TokenLogprobs, ...]]:

@@ -9,6 +9,8 @@ TREE = ("tests/memory/test_prefix_tree.py",)
 HOST = ("tests/memory/test_host_tier.py",)
 MARKET = ("tests/memory/test_market.py",)
 
+_ROLLING = "tests/memory/test_rolling_checkpoints.py::"
+
 FAULTS = [
     Fault(
         "attention prefix hit without its state",
@@ -158,5 +160,49 @@ FAULTS = [
         old="hold_new = missing > 0 and not self._pays(experts, running)",
         new="hold_new = False",
         tests=MARKET,
+    ),
+    Fault(
+        "prefix: checkpoints of an output pile up",
+        "memory.ledger.cache",
+        "            if holding.rolling_node != NO_NODE:\n                self.forget(",
+        "            if False:\n                self.forget(",
+        (f"{_ROLLING}test_a_rolling_checkpoint_takes_the_place_of_the_last",),
+    ),
+    Fault(
+        "prefix: a checkpoint that was used gives way",
+        "memory.ledger.prefix_tree",
+        "if old.hits or not old.has_free_bundle:",
+        "if not old.has_free_bundle:",
+        (f"{_ROLLING}test_one_that_others_went_on_from_stays",),
+    ),
+    Fault(
+        "prefix: the next checkpoint keeps the price of the one it replaced",
+        "memory.ledger.prefix_tree",
+        "new.bundle.base_tokens = old.bundle.base_tokens",
+        "pass",
+        (f"{_ROLLING}test_a_superseded_bundle_leaves_its_price_to_the_next",),
+    ),
+    Fault(
+        "prefix: every checkpoint of an output goes to the host",
+        "memory.ledger.spill",
+        "waits = rolling and name in self._blocks.bundled",
+        "waits = False",
+        (f"{_ROLLING}test_only_the_last_one_goes_to_the_host",),
+    ),
+    Fault(
+        "prefix: the last checkpoint of an output never goes to the host",
+        "memory.ledger.spill",
+        "                    self._waiting.append((group, virtual, self._content[group][virtual]))",
+        "                    pass",
+        (f"{_ROLLING}test_only_the_last_one_goes_to_the_host",),
+    ),
+    Fault(
+        "scheduler: an output is never offered",
+        "worker.scheduling.prefixes",
+        "if not rolling or outputs < OUTPUTS_A_STEP:",
+        "if not rolling:",
+        (
+            "tests/worker/scheduling/test_scheduler_prefixes.py::test_of_an_output_the_last_place_is_kept_and_no_other",
+        ),
     ),
 ]

@@ -48,7 +48,7 @@ def _walk(seed: int, world: World, num_acts: int) -> dict[str, int]:
         elif act < 0.82 and numbers:
             for number in numbers:
                 request = world.running[number]
-                ledger.checkpoint(number, request.tokens, request.num_computed)
+                ledger.checkpoint(number, request.tokens, request.num_computed, rolling=number % 2 == 0)
         elif act < 0.86 and numbers:
             world.pin(dice.choice(numbers))
         elif act < 0.92 and world.pins:

@@ -117,7 +117,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def _checkpoint(self, data: st.DataObject) -> None:
         for number, request in self.world.running.items():
             if request.num_computed and request.num_computed % 64 == 0:
-                self.ledger.checkpoint(number, request.tokens, request.num_computed)
+                self.ledger.checkpoint(number, request.tokens, request.num_computed, rolling=number % 2 == 0)
 
     def _pin(self, data: st.DataObject) -> None:
         if (number := self._running(data)) is not None:

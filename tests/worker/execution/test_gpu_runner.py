@@ -13,7 +13,7 @@ import torch
 
 from tests.helpers.plans import PlanDriver
 from tests.helpers.tiny import tiny_folder
-from tests.worker.models.test_families import CASES, random_prompt, run_mixed
+from tests.worker.models.test_families import random_prompt, run_mixed
 from worker.api import SamplingParams, TokenLogprobs
 from worker.config import WorkerConfig
 from worker.execution.runner import ModelRunner
@@ -44,7 +44,7 @@ def graph_steps(driver: PlanDriver) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("family", "window"), CASES)
+@pytest.mark.parametrize(("family", "window"), [("qwen3_5_moe", 48), ("qwen3_moe", 0), ("gpt_oss", 0)])
 def test_a_replayed_step_gives_the_bits_of_an_eager_one(family: str, window: int, dtype: str) -> None:
     folder = tiny_folder(family, window=window)
     prompts = [random_prompt(random.Random(n), n) for n in (1, 2, 15, 17, 64, 130, 300)]

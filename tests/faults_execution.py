@@ -1,0 +1,56 @@
+"""Faults of carrying a step out, of drawing its tokens and of random weights that the suite must notice."""
+
+from __future__ import annotations
+
+from tests.faults import Fault
+
+DECODE = "tests/worker/execution/test_decode_steps.py"
+SAMPLER = "tests/worker/execution/test_sampler.py"
+BLOCKS = "tests/worker/models/test_random_blocks.py"
+READER = "tests/worker/models/test_pinned_reader.py"
+IN_PLACE = f"{DECODE}::test_inputs_in_place_give_the_same_bits[qwen3_5_moe-48]"
+
+FAULTS = [
+    Fault(
+        "decode steps: a row does not see its own token",
+        "worker.execution.decode",
+        old="tables.first_page, position + 1",
+        new="tables.first_page, position.clip(1)",
+        tests=(IN_PLACE,),
+    ),
+    Fault(
+        "decode steps: the state of a prompt of one token begins with what was there",
+        "worker.execution.decode",
+        old="        if self._state is not None and fresh is not None:",
+        new="        if False:",
+        tests=(IN_PLACE,),
+    ),
+    Fault(
+        "decode steps: tokens go to the first entry of their page",
+        "worker.execution.decode",
+        old="position % spec.page_tokens",
+        new="position * 0",
+        tests=(IN_PLACE,),
+    ),
+    Fault(
+        "sampler: edits of the second row land on the first",
+        "worker.execution.sampler",
+        old="places += [place] * (len(ids) - len(places))",
+        new="places += [0] * (len(ids) - len(places))",
+        tests=(SAMPLER,),
+    ),
+    Fault(
+        "random blocks: scales of another size",
+        "worker.models.random_blocks",
+        old="return E8M0_ONE + round(math.log2(deviation / E2M1_DEVIATION))",
+        new="return E8M0_ONE + round(math.log2(deviation))",
+        tests=(f"{BLOCKS}::test_weights_keep_the_size_of_activations[mxfp4]",),
+    ),
+    Fault(
+        "checkpoint reader: tensors begin at the header",
+        "worker.execution.pinned_reader",
+        old='self._first + entry["data_offsets"][0]',
+        new='entry["data_offsets"][0]',
+        tests=(f"{READER}::test_places_and_bytes_are_those_of_the_library",),
+    ),
+]

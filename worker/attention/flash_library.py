@@ -84,7 +84,7 @@ def load(version: int, path: Path) -> FlashLibrary | str:
         operator = getattr(operators, name)
     except (OSError, RuntimeError, AttributeError) as error:
         return f"{path} does not load ({str(error).splitlines()[0]})"
-    return FlashLibrary(version, path, operator, None)
+    return FlashLibrary(version, path, operator, getattr(operators, _SCHEDULER, None))
 
 
 @cache

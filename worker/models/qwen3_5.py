@@ -6,6 +6,7 @@ softmax layers, null elsewhere.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from kernels.pointwise import GatedActivation
+from kernels.recurrent import chunked_problem
 from worker.attention.base import AttentionShape
 from worker.execution.weights import WeightSource
 from worker.layers.attention import AttentionLayer, AttentionSizes, AttentionWeights, Rope, plain_frequencies
@@ -22,6 +24,8 @@ from worker.layers.mlp import GatedMlp, MoeMlp, SharedExpert
 from worker.models.base import BuildOptions, ExpertLayer, GroupCollector, Model, ModelConfig
 from worker.models.expert_tensors import routed_experts
 from worker.quantization.base import ExpertShape
+
+log = logging.getLogger(__name__)
 
 LINEAR, FULL = "linear_attention", "full_attention"
 _FULL_EVERY = 4
@@ -151,6 +155,8 @@ def _build(
     prefix = "model.language_model" if source.has("model.language_model.embed_tokens.weight") else "model"
     # The vision tower is not served; the draft head (mtp.*) is read by the drafts that use it.
     source.leave("model.visual.", "mtp.")
+    if not source.rehearsing and source.device.type == "cuda" and LINEAR in settings.layer_types:
+        log.info("delta_net: %s", _how_prompts_are_computed(source, options))
     hidden = settings.hidden_size
     groups = GroupCollector(options.kv_dtype)
     embedding = source.take(f"{prefix}.embed_tokens.weight", (settings.vocab_size, hidden))
@@ -182,6 +188,15 @@ def _build(
         experts_per_token=experts_per_token,
         conv_width=settings.delta_net.conv_width,
     )
+
+
+def _how_prompts_are_computed(source: WeightSource, options: BuildOptions) -> str:
+    problem = chunked_problem(source.device, source.dtype)
+    if options.deterministic:
+        problem = "deterministic=true"
+    if problem is None:
+        return "prompts are computed in chunks by fla-core"
+    return f"prompts are computed token by token ({problem})"
 
 
 def _centred_norm(source: WeightSource, name: str, size: int) -> torch.Tensor:

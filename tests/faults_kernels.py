@@ -1,0 +1,65 @@
+"""Faults of the GPU's kernels where the interpreter shows them, and of FP8 keys and values.
+
+The text of a Triton function is read from its file, so faults lie in what launches it and in the twins.
+"""
+
+from __future__ import annotations
+
+from tests.faults import Fault
+
+_ATTENTION = "tests/kernels/test_triton_attention.py"
+_LINEAR = "tests/kernels/test_triton_linear.py"
+_SAMPLING = "tests/kernels/test_triton_sampling.py"
+_FAMILIES = "tests/worker/models/test_families.py"
+
+FAULTS = [
+    Fault(
+        "the last tiles of a step's chunks are not launched",
+        "kernels._triton.attention",
+        "(tile.pairs // group_pad) + chunk_rows",
+        "(tile.pairs // group_pad)",
+        (f"{_ATTENTION}::test_a_step_of_decode_rows_and_chunks",),
+    ),
+    Fault(
+        "one split too few for a window that begins inside one",
+        "kernels._triton.attention",
+        "+ (window is not None and max_kv_len > window))",
+        ")",
+        (f"{_ATTENTION}::test_splits_are_cut_by_position",),
+    ),
+    Fault(
+        "a contraction is cut by the number of tokens",
+        "kernels._triton.linear",
+        "parts = num_parts(rows, width)\n",
+        "parts = num_parts(rows, width) if tokens > 2 else 1\n",
+        (f"{_LINEAR}::test_a_rows_bits_do_not_depend_on_the_batch",),
+    ),
+    Fault(
+        "the best few settle a filter though more are left",
+        "kernels._triton.sampling",
+        "COUNT=count, PAD=",
+        "COUNT=count, vocabulary=count, PAD=",
+        (f"{_SAMPLING}::test_filters_keep_what_they_name",),
+    ),
+    Fault(
+        "scales of FP8 keys and values are not applied",
+        "kernels._reference.attention",
+        "(packed.float() * factor.unsqueeze(-1))",
+        "packed.float()",
+        (f"{_FAMILIES}::test_fp8_keys_and_values_err_as_their_mantissa_says",),
+    ),
+    Fault(
+        "FP8 rows are scaled to half their range",
+        "kernels._reference.pages",
+        "(wide / scale.unsqueeze(-1))",
+        "(wide / scale.unsqueeze(-1) / 512)",
+        (f"{_ATTENTION}::test_fp8_pages_stay_within_their_error",),
+    ),
+    Fault(
+        "deterministic mode lets any attention through",
+        "worker.attention.choice",
+        "if config.deterministic and asked not in preferred:",
+        "if False:",
+        ("tests/worker/models/test_deterministic.py::test_a_gpu_is_deterministic_by_the_kernels_that_are",),
+    ),
+]

@@ -358,6 +358,7 @@ class NativeEngine:
         if self._experts is None:
             return found
         self._expert_report = self._experts.read()
+        self._scheduler.note_resident(sum(self._expert_report.resident))
         return with_experts(found, self._expert_report)
 
     def _die(self, error: str) -> None:
@@ -388,5 +389,5 @@ def _limits(config: WorkerConfig, info: ModelInfo, passes: PassSize | None) -> L
         prefix_cache=config.prefix_cache,
         seed=config.seed,
         pass_tokens=passes.tokens if passes is not None else 0,
-        ring_places=passes.ring_places if passes is not None else 0,
+        ring=passes.ring if passes is not None else None,
     )

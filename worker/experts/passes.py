@@ -10,12 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
+from worker.scheduling.limits import RingRule
+
 PASS_FLOPS_PER_S = 300e12
 """What a prefill of a mixture of experts is taken to reach on the GPU."""
 PASS_LINK_BYTES_PER_S = 50e9
 ACTIVATION_BYTES = 2 << 30
 """Most bytes that the activations of a pass may take."""
-LEAST_RING_PLACES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +60,10 @@ class PassFacts:
 
 @dataclass(frozen=True, slots=True)
 class PassSize:
-    """``tokens`` of a pass at most; ``ring_places`` of its ring at most; ``line``: the sizes in words."""
+    """``tokens`` of a pass at most; ``ring``: how large its ring is; ``line``: the sizes in words."""
 
     tokens: int
-    ring_places: int
+    ring: RingRule
     line: str
 
 
@@ -73,18 +74,17 @@ def plan_passes(
     flops_per_s: float = PASS_FLOPS_PER_S,
     activation_bytes: int = ACTIVATION_BYTES,
 ) -> PassSize:
-    """The size of passes; ``tokens`` above 0 settles it. A ring holds what two layers lack: one half is read while the
-    other is filled."""
+    """The size of passes; ``tokens`` above 0 settles it. A ring holds what two layers lack, one half is read while the
+    other is filled; the line tells its size for what ``facts`` say is resident."""
     transfer_s = facts.missing * facts.place_bytes / link_bytes_per_s
     priced = ceil(transfer_s * flops_per_s / facts.token_flops)
     most = max(1, activation_bytes // facts.token_bytes)
     size = tokens or max(64, min(priced, most))
-    lacking = ceil(facts.missing / facts.num_layers)
-    ring = min(2 * facts.num_experts, max(LEAST_RING_PLACES, 2 * lacking)) if lacking else 0
+    ring = RingRule(facts.num_layers, facts.num_experts)
     how = "as asked" if tokens else f"{priced} would compute as long as the link works, {most} fit the memory"
     return PassSize(
         size,
         ring,
         f"prefill passes of up to {size} tokens ({how}); {facts.missing} experts to bring: {transfer_s * 1e3:.0f} ms"
-        f" at {link_bytes_per_s / 1e9:.0f} GB/s; a ring of {ring} places",
+        f" at {link_bytes_per_s / 1e9:.0f} GB/s; a ring of {ring.places(facts.resident_places)} places",
     )

@@ -9,6 +9,19 @@ from worker.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
+class RingRule:
+    """How large the ring of a prefill pass is: what two of ``num_layers`` layers of ``num_experts`` lack."""
+
+    num_layers: int
+    num_experts: int
+
+    def places(self, num_resident: int) -> int:
+        """Places of a ring while so many experts are resident; 0 where none is missing."""
+        missing = max(0, self.num_layers * self.num_experts - num_resident)
+        return min(2 * self.num_experts, 2 * -(-missing // self.num_layers))
+
+
+@dataclass(frozen=True, slots=True)
 class Limits:
     """What one step and one request may come to.
 
@@ -26,7 +39,7 @@ class Limits:
         pass_tokens: most tokens of a prefill pass, which waiting prompts share and which runs beside decode steps; 0:
             prompts are computed in steps.
         mixed_tokens: with passes, chunks of no more tokens than this in all are computed beside decode rows.
-        ring_places: expert places that a pass streams missing experts through, where the gap has them.
+        ring: of a pass, which streams missing experts through expert places; None: they are read where they are.
     """
 
     max_running: int
@@ -39,7 +52,7 @@ class Limits:
     seed: int = 0
     pass_tokens: int = 0
     mixed_tokens: int = 8
-    ring_places: int = 0
+    ring: RingRule | None = None
 
     def __post_init__(self) -> None:
         if self.deterministic and self.max_step_tokens <= CHECKPOINT_TOKENS:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from memory.api import Ledger, PageKind, PlaceRange
 from memory.ledger.ledger import ArenaLedger
+from worker.scheduling.limits import RingRule
 from worker.scheduling.rows import RowTable
 from worker.scheduling.step import IntArray, StepPlan
 
@@ -21,13 +22,15 @@ class PassKeeper:
     """One pass at a time; belongs to the scheduler.
 
     Args:
-        ring_places: places of a ring where the gap has them; 0: no ring.
+        rule: of the ring's size; None: no ring.
     """
 
-    def __init__(self, ledger: Ledger, rows: RowTable, ring_places: int) -> None:
+    def __init__(self, ledger: Ledger, rows: RowTable, rule: RingRule | None) -> None:
         self._ledger = ledger
         self._rows = rows
-        self._ring_places = ring_places
+        self._rule = rule
+        self.num_resident = 0
+        """experts that have places, as far as the host has heard"""
         self._pins: list[int] = []
         self._ring: PlaceRange | None = None
 
@@ -57,13 +60,16 @@ class PassKeeper:
 
     def _take_ring(self) -> PlaceRange | None:
         ledger = self._ledger
-        if not isinstance(ledger, ArenaLedger):
+        if not isinstance(ledger, ArenaLedger) or self._rule is None:
             return None
-        place_bytes = max((s.page_bytes for s in ledger.specs.values() if s.kind is PageKind.EXPERT), default=0)
+        place_bytes = max(
+            (s.page_bytes for s in ledger.specs.values() if s.kind is PageKind.EXPERT), default=0
+        )
         if not place_bytes:
             return None
         most = int(RING_SHARE * ledger.headroom().gap_bytes / place_bytes)
-        num_places = min(self._ring_places, most) // 2 * 2  # two halves
+        resident = min(self.num_resident, ledger.num_usable_places)
+        num_places = min(self._rule.places(resident), most) // 2 * 2  # two halves
         while num_places >= LEAST_RING_PLACES:
             ring = ledger.take_ring(num_places)
             if ring is not None:

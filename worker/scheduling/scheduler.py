@@ -73,7 +73,7 @@ class Scheduler:
         self._cursor = -1
         self._whole_asks = all(spec.kind is not PageKind.WINDOW for spec in ledger.specs.values())
         self._prefixes = PrefixPolicy(self.running, limits)
-        self._passes = PassKeeper(ledger, self.rows, limits.ring_places)
+        self._passes = PassKeeper(ledger, self.rows, limits.ring)
         self._rule = ChunkRule(self._prefixes.chunk_align, limits.deterministic)
         self._builder = PlanBuilder(self.running, grammars)
         self._applier = Applier(self.running, self.statistics, grammars, clock, self._ended)
@@ -164,6 +164,10 @@ class Scheduler:
         self.statistics.retractions.retracted(now)
         self._admission.forecast.retracted()
         self.waiting.put_back(request)
+
+    def note_resident(self, num_experts: int) -> None:
+        """So many experts have places now: the ring of the next pass is made for the others."""
+        self._passes.num_resident = num_experts
 
     # ---- a step
 

@@ -16,6 +16,7 @@ from worker.config import WorkerConfig
 from worker.engines.native import NativeEngine
 from worker.execution.prefill_pass import LayerPace
 from worker.execution.runner import ModelRunner
+from worker.experts.pager import ExpertPager
 from worker.experts.passes import PassFacts, plan_passes
 from worker.models.paged import table_experts
 from worker.scheduling.recording import RecordedStep
@@ -39,10 +40,12 @@ def settings(format: str = "int4", **options: int | bool) -> WorkerConfig:
 
 def serve(
     config: WorkerConfig, prompts: Sequence[Sequence[int]], tokens: int = 24
-) -> tuple[list[RecordedStep], NativeEngine]:
+) -> tuple[list[RecordedStep], NativeEngine, ExpertPager]:
     """Two streams begin; when they have tokens, ``prompts`` come at once. Answers the steps in order of their ends."""
     steps: list[RecordedStep] = []
     engine = NativeEngine(config, audit=True, record=lambda p, r: steps.append(RecordedStep(p, r)))
+    pager = engine._runner.pager
+    assert pager is not None
 
     async def one(name: str, prompt: Sequence[int], many: int, started: asyncio.Event | None = None) -> None:
         sampling = SamplingParams(
@@ -65,7 +68,7 @@ def serve(
         asyncio.run(every())
     finally:
         engine.close()
-    return steps, engine
+    return steps, engine, pager
 
 
 def long_prompts(count: int, length: int = 90) -> list[list[int]]:
@@ -75,7 +78,7 @@ def long_prompts(count: int, length: int = 90) -> list[list[int]]:
 @pytest.mark.parametrize("format", ["unquantized", "fp8_block", "int4", "mxfp4"])
 def test_passes_give_the_bits_of_residency(format: str) -> None:
     config = settings(format)
-    steps, _ = serve(config, long_prompts(3))
+    steps, _, _ = serve(config, long_prompts(3))
     passes = [step for step in steps if step.plan.staged]
     assert passes
     assert all(step.plan.num_tokens <= PASS for step in passes)
@@ -88,7 +91,7 @@ def test_passes_give_the_bits_of_residency(format: str) -> None:
 
 def test_running_streams_go_on_while_a_pass_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LayerPace, "layers", lambda *_: 1)
-    steps, _ = serve(settings(), long_prompts(3))
+    steps, _, _ = serve(settings(), long_prompts(3))
     ends = [step.plan.step for step in steps]
     for at, step in enumerate(steps):
         if step.plan.staged and step.plan.step > 2:
@@ -103,10 +106,9 @@ def test_running_streams_go_on_while_a_pass_is_under_way(monkeypatch: pytest.Mon
 
 
 def test_the_ring_brings_what_is_missing_and_is_given_back() -> None:
-    steps, engine = serve(settings(expert_bytes=0), long_prompts(2))
-    rings = [step.plan.ring for step in steps if step.plan.staged]
-    assert all(ring is not None for ring in rings)
-    pager = engine._runner.pager  # type: ignore[attr-defined]
+    steps, _, pager = serve(settings(expert_bytes=0), long_prompts(2))
+    first = next(step for step in steps if step.plan.staged)
+    assert first.plan.ring is not None, "no expert is resident yet"
     counts = pager.residency.counts.sum(1)
     assert counts[Lane.STAGED] > 0
     assert pager.residency.audit() == []
@@ -127,7 +129,7 @@ def test_the_ring_brings_what_is_missing_and_is_given_back() -> None:
 
 
 def test_few_tokens_of_a_prompt_are_computed_beside_the_streams() -> None:
-    steps, _ = serve(settings(), [[40, 41, 42, 43, 44]])
+    steps, _, _ = serve(settings(), [[40, 41, 42, 43, 44]])
     late = [step for step in steps if step.plan.started and step.plan.step > 3]
     assert late
     assert not any(step.plan.staged for step in late)
@@ -137,7 +139,7 @@ def test_passes_work_with_prefix_hits_and_retractions() -> None:
     """A memory that holds about two of the prompts, asked twice: hits, retractions, passes, and everybody ends."""
     config = settings(arena_bytes=700_000, expert_bytes=24576 * 2)
     prompts = long_prompts(3, 120)
-    steps, engine = serve(config, [*prompts, *prompts], tokens=60)
+    steps, engine, _ = serve(config, [*prompts, *prompts], tokens=60)
     assert any(step.plan.staged for step in steps)
     started = [row for step in steps for row in step.plan.started]
     assert len({row.request for row in started}) == 8
@@ -176,8 +178,8 @@ def test_the_size_of_a_pass_is_the_links() -> None:
     priced = transfer_s * 300e12 / (6 * 48 * 8 * 2048 * 768)
     assert f"{int(priced) + 1} would compute" in size.line
     assert size.tokens == (2 << 30) // facts.token_bytes
-    assert size.ring_places == 2 * 88
+    assert size.ring.places(48 * 40) == 2 * 88
     assert plan_passes(facts, activation_bytes=1 << 40).tokens == int(priced) + 1
     assert plan_passes(facts, tokens=500).tokens == 500
-    everything = PassFacts(48, 128, 8, 4_720_128, 48 * 128, 2048, 768)
-    assert plan_passes(everything).ring_places == 0
+    assert size.ring.places(48 * 128) == 0
+    assert size.ring.places(0) == 2 * 128

@@ -148,15 +148,15 @@ FAULTS = [
     Fault(
         "ghosts: an expert that has a place again stays one",
         "memory.device.ghosts",
-        old="(self._lost > self._losses - remembered) & ~resident",
-        new="(self._lost > self._losses - remembered)",
+        old="self._lost >= self._losses - remembered, absent, out",
+        new="self._lost >= self._losses - remembered, absent | resident, out",
         tests=(f"{GHOSTS}::test_the_last_losses_are_remembered_and_counted_when_wanted",),
     ),
     Fault(
         "ghosts: losses are never forgotten",
         "memory.device.ghosts",
-        old="(self._lost > self._losses - remembered) & ~resident",
-        new="(self._lost > 0) & ~resident",
+        old="self._lost >= self._losses - remembered, absent, out",
+        new="self._lost > 0, absent, out",
         tests=(f"{GHOSTS}::test_ghosts_tell_what_more_places_would_save",),
     ),
     Fault(

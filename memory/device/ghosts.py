@@ -8,13 +8,13 @@ _LONG_AGO = -(1 << 40)
 
 
 class Ghosts:
-    """The ghosts of one model's experts, on the device, brought up to date once a step.
+    """The ghosts of one model's experts, on the device, brought up to date once a step, in few operations: a GPU's host
+    launches each of them.
 
     The last losses are remembered, as many as :meth:`step` was told; an expert that has a place again is none of them.
 
     Attributes:
         hits: [rows] int64, ghosts that decode steps wanted, in all steps up to the last but one.
-        num: [] int64, ghosts now.
     """
 
     def __init__(self, num_rows: int, num_experts: int, device: torch.device) -> None:
@@ -25,7 +25,11 @@ class Ghosts:
         self._lost = torch.full(shape, _LONG_AGO, dtype=torch.int64, device=device)
         self._losses = torch.zeros((), dtype=torch.int64, device=device)
         self.hits = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.num = torch.zeros((), dtype=torch.int64, device=device)
+
+    @property
+    def num(self) -> torch.Tensor:
+        """[] int64, ghosts now."""
+        return self._ghost.sum()
 
     def step(self, wanted: torch.Tensor, resident: torch.Tensor, remembered: torch.Tensor) -> None:
         """Between two steps.
@@ -33,13 +37,13 @@ class Ghosts:
         Args:
             wanted: [rows, experts] bool, what the decode rows of the step before chose.
             resident: the same shape, who has a place now: that step's evictions, and bans since, are done.
-            remembered: [] int64, how many losses are remembered.
+            remembered: [] int64, how many losses are remembered besides the last one.
         """
         self.hits += (wanted & self._ghost).sum(1)
-        gone = self._resident & ~resident
+        absent = ~resident
+        gone = self._resident & absent
         number = gone.flatten().cumsum(0).view_as(self._lost)
-        self._lost.copy_(torch.where(gone, self._losses + number, self._lost))
+        torch.where(gone, self._losses + number, self._lost, out=self._lost)
         self._losses += number[-1, -1]
         self._resident.copy_(resident)
-        self._ghost.copy_((self._lost > self._losses - remembered) & ~resident)
-        self.num.copy_(self._ghost.sum())
+        torch.logical_and(self._lost >= self._losses - remembered, absent, out=self._ghost)

@@ -25,7 +25,7 @@ from memory.device.ghosts import Ghosts
 from memory.device.residency_rules import (
     FREQUENCY_DECAY,
     FROZEN_MARGIN,
-    GHOST_SHARE,
+    GHOST_SHIFT,
     RECENCY_WEIGHT,
     THAW_SHARE,
 )
@@ -175,7 +175,7 @@ class Residency:
             self.frozen.copy_((self._demand > usable) | (self.frozen & ~thawed))
         self._demand.zero_()
         wanted = (self._seen[:-1] == self._step).view(self._rows, self._experts)
-        self.ghosts.step(wanted, self.resident, (usable * GHOST_SHARE).long().clamp_min(1))
+        self.ghosts.step(wanted, self.resident, usable >> GHOST_SHIFT)
         self._step.fill_(step)
         self._uses *= FREQUENCY_DECAY
         worth = self.worth(self.owner)

@@ -10,5 +10,5 @@ FROZEN_MARGIN = 2.0
 """While frozen, a miss takes a place only where its worth is so many times its victim's."""
 THAW_SHARE = 0.75
 """The set is frozen when a step's experts exceed the places, and thawed when they fall below this share of them."""
-GHOST_SHARE = 0.125
-"""So many losses of places are remembered, as a share of the usable places: what is at stake at the margin."""
+GHOST_SHIFT = 3
+"""An eighth of the usable places is the number of losses remembered: what is at stake at the margin."""

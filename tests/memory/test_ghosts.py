@@ -11,7 +11,7 @@ from memory.api import PlaceRange
 from memory.device.commands import encode_places
 from memory.device.ghosts import Ghosts
 from memory.device.residency import Lane, Residency, ResidencyRules
-from memory.device.residency_rules import GHOST_SHARE
+from memory.device.residency_rules import GHOST_SHIFT
 
 ROWS, EXPERTS, PER_TOKEN = 4, 64, 4
 
@@ -31,7 +31,7 @@ def test_the_last_losses_are_remembered_and_counted_when_wanted() -> None:
         lost.extend(sorted(before - resident))
         known = set(lost[-remembered:]) - resident
         before = resident
-        ghosts.step(mask(wanted), mask(resident), torch.tensor(remembered))
+        ghosts.step(mask(wanted), mask(resident), torch.tensor(remembered - 1))
         assert (int(ghosts.hits.sum()), int(ghosts.num)) == (hits, len(known))
     assert hits > 20
 
@@ -80,7 +80,7 @@ def test_ghosts_tell_what_more_places_would_save(policy: str, low: float, high: 
     """Under LRU what a larger set holds beyond a smaller one are the last losses (but for a layer's own places, which
     it never takes), so there the count is nearly exact."""
     places, warm = 64, 100
-    more = int(places * GHOST_SHARE)
+    more = (places >> GHOST_SHIFT) + 1
     steps = skewed(400)
     fewer, larger = residency(places, policy), residency(places + more, policy)
     for tables in (fewer, larger):
@@ -106,11 +106,11 @@ def test_a_ban_makes_ghosts_and_a_place_ends_them() -> None:
     for block in encode_places([], [PlaceRange(0, 14)]):
         tables.apply(block)
     tables.begin_step(4)
-    assert int(tables.ghosts.num) == 2, "sixteen usable places: the two last losses are"
+    assert int(tables.ghosts.num) == 3, "sixteen usable places: the three last losses are"
     misses(tables, step, 4)
     tables.begin_step(6)
     assert int(tables.ghosts.num) == 0
-    assert int(tables.ghosts.hits.sum()) == 2
+    assert int(tables.ghosts.hits.sum()) == 3
 
 
 def test_prefill_neither_hits_ghosts_nor_makes_them() -> None:

@@ -229,7 +229,11 @@ def test_an_engine_whose_place_changed_dies() -> None:
         generate(engine, 1, 3)
         pager = engine._runner.pager  # type: ignore[attr-defined]
         # Every place is checked in every step, so that the next request meets the change.
-        pager._check._places_per_step = pager.residency.num_places
+        check = pager._check
+        check._places_per_step, check._steps = (
+            pager.residency.num_places,
+            torch.arange(pager.residency.num_places),
+        )
         place = int((pager.residency.owner >= 0).nonzero()[0])
         engine._runner.arena.grids["expert"][place, 0] ^= 1  # type: ignore[attr-defined]
         last = generate(engine, 1, 3)[0]

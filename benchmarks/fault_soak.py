@@ -6,7 +6,7 @@
 The time is shared by the transports, each in a process and a cluster of its own. Figures, in sum: ``lost`` requests
 (neither complete nor, in so many words, refused or failed, or marred where no fault may mar them),
 ``broken_promises`` of single faults, ``leaked_pages`` and ``leaked_requests`` once all is quiet and the prefix caches
-are empty, ``memory_growth_mb`` of the service from the first third to the last, ``error_event_ms_max`` after a worker's
+are empty, ``memory_growth_mb`` of the service from the first third to the last (whenever it is whole), ``error_event_ms_max`` after a worker's
 death. Exit code 1 if anything is.
 """
 
@@ -21,8 +21,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.drills.cluster import TRANSPORTS, running_cluster
@@ -35,7 +37,6 @@ LONGEST = 60
 """Most tokens of an ordinary answer."""
 WHOLE_S = 60.0
 """The service is whole again within so long of a fault, or something is wrong."""
-MEMORY_EVERY_S = 2.0
 GROWTH_MB = 60.0
 """What the service may grow by between the first and the last third: processes are replaced all the time."""
 MAR_S = 10.0
@@ -57,14 +58,16 @@ class Outcome:
     open_bookings: int = 0
     tell_s: list[float] = field(default_factory=list)
     slow_bytes: list[int] = field(default_factory=list)
-    memory_mb: list[float] = field(default_factory=list)
+    memory_mb: list[dict[str, float]] = field(default_factory=list)
+    """By part, each time the service is whole, ahead of the next fault."""
     seconds: float = 0.0
 
     @property
     def memory_growth_mb(self) -> float:
-        """From the least of the first third to the least of the last: a process that is just starting is no growth."""
-        third = len(self.memory_mb) // 3
-        return min(self.memory_mb[-third:]) - min(self.memory_mb[:third]) if third else 0.0
+        """From the median of the first third to that of the last."""
+        whole = [sum(parts.values()) for parts in self.memory_mb]
+        third = len(whole) // 3
+        return median(whole[-third:]) - median(whole[:third]) if third else 0.0
 
     def problems(self) -> list[str]:
         """What must not be."""
@@ -119,8 +122,10 @@ def fake_folder(scratch: Path, script: dict[str, Any]) -> Path:
     return folder
 
 
-async def soak(service: Any, seconds: float, every_s: float, seed: int = 0) -> Outcome:
-    """Runs the load and the faults against a deployed service; one round of all faults at least, if there is time."""
+async def soak(
+    service: Any, seconds: float, every_s: float, names: Sequence[str] = (), seed: int = 0
+) -> Outcome:
+    """Runs the load and the faults (``names``, or all) against a deployed service, in rounds of random order."""
     from benchmarks.drills.clients import Crowd, new_client
     from benchmarks.drills.faults import FAULTS, Broken, Drill
 
@@ -128,12 +133,13 @@ async def soak(service: Any, seconds: float, every_s: float, seed: int = 0) -> O
     crowd = Crowd(service.url, CLIENTS, seed, LONGEST)
     drill = Drill(service, new_client(service.url), CLIENTS)
     order = random.Random(seed)
-    watching = asyncio.create_task(_watch_memory(service, outcome))
     spans: list[tuple[float, float, str]] = []
     began_s = time.monotonic()
     queue: list[str] = []
     while time.monotonic() - began_s < seconds:
-        queue = queue or order.sample(sorted(FAULTS), len(FAULTS))
+        used = await asyncio.to_thread(service.memory_bytes)
+        outcome.memory_mb.append({part: round(num_bytes / 1e6, 1) for part, num_bytes in used.items()})
+        queue = queue or order.sample(sorted(names or FAULTS), len(names or FAULTS))
         name = queue.pop()
         fault_s = time.monotonic()
         try:
@@ -148,7 +154,6 @@ async def soak(service: Any, seconds: float, every_s: float, seed: int = 0) -> O
             flush=True,
         )
         await asyncio.sleep(max(0.0, fault_s + every_s - time.monotonic()))
-    watching.cancel()
     await crowd.stop()
     await drill.http.aclose()
     outcome.seconds = time.monotonic() - began_s
@@ -174,28 +179,21 @@ def _unexplained(
     ]
 
 
-async def _watch_memory(service: Any, outcome: Outcome) -> None:
-    while True:
-        used = await asyncio.to_thread(service.memory_bytes)
-        outcome.memory_mb.append(round(sum(used.values()) / 1e6, 1))
-        await asyncio.sleep(MEMORY_EVERY_S)
-
-
 def _count_what_is_left(service: Any, outcome: Outcome) -> None:
     outcome.leaked_requests = service.settled()
     outcome.open_bookings = service.open_bookings()
     outcome.leaked_bytes, outcome.leaked_pages = service.leaks()
 
 
-def run_here(transport: str, engine: str, seconds: float, every_s: float) -> Outcome:
+def run_here(transport: str, options: argparse.Namespace, seconds: float) -> Outcome:
     """One transport, in this process."""
     with tempfile.TemporaryDirectory() as scratch, running_cluster(transport) as address:
         from benchmarks.drills.service import Service
 
-        service = Service("soak", address, options_of(engine, Path(scratch)))
+        service = Service("soak", address, options_of(options.engine, Path(scratch)))
         service.deploy()
         service.wait_until_whole(REPLICAS, ROUTERS, WHOLE_S)
-        outcome = asyncio.run(soak(service, seconds, every_s))
+        outcome = asyncio.run(soak(service, seconds, options.every, options.faults))
         service.delete()
         return outcome
 
@@ -214,6 +212,7 @@ def run_apart(transport: str, options: argparse.Namespace, seconds: float) -> Ou
             options.engine,
         ]
         command += ["--minutes", str(seconds / 60), "--every", str(options.every), "--json", str(file)]
+        command += ["--faults", *options.faults] if options.faults else []
         subprocess.run(command, check=True, env={**os.environ, **TRANSPORTS[transport]})
         return Outcome(**json.loads(file.read_text()))
 
@@ -248,12 +247,15 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=10.0, help="seconds from one fault to the next")
     parser.add_argument("--transports", nargs="+", choices=sorted(TRANSPORTS), default=sorted(TRANSPORTS))
     parser.add_argument("--engine", choices=("native", "fake"), default="native")
+    parser.add_argument(
+        "--faults", nargs="+", default=[], help="these alone, as they are called in the report"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--one", choices=sorted(TRANSPORTS), help=argparse.SUPPRESS)
     options = parser.parse_args()
     seconds = 60 * options.minutes
     if options.one:
-        outcome = run_here(options.one, options.engine, seconds, options.every)
+        outcome = run_here(options.one, options, seconds)
         options.json.write_text(json.dumps(asdict(outcome)))
         return 0
     share_s = seconds / len(options.transports)

@@ -69,6 +69,12 @@ def application(args: AppArgs, worker: type[Worker]) -> Application:
     return _router(args).bind(told, *workers)
 
 
+def deployment_names(args: AppArgs) -> list[str]:
+    """Of the application's deployments."""
+    models = args.per_model()
+    return ["Router", *(_worker_name(model, models) for model in models)]
+
+
 def router_args(args: AppArgs, models: Sequence[AppArgs]) -> RouterArgs:
     """The Router's part of the options."""
     return RouterArgs(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -134,7 +134,7 @@ class AppArgs(BaseModel):
         if not isinstance(given, Mapping):
             return handler(given)
         known = option_names()
-        problems = [_unknown_option(name, known) for name in given if name not in known]
+        problems = [unknown_name(name, known, "option") for name in given if name not in known]
         options = {**from_environment(os.environ), **given}
         values = {name: options.pop(name) for name in _WORKER_NAMES if name in options}
         try:
@@ -162,7 +162,7 @@ class AppArgs(BaseModel):
         known = [entry.name for entry in fields(ScalingRules)]
         unknown = [name for name in rules if name not in known] if isinstance(rules, Mapping) else []
         if unknown:
-            raise ValueError("; ".join(_unknown_option(name, known) for name in unknown))
+            raise ValueError("; ".join(unknown_name(name, known, "option") for name in unknown))
         return rules
 
     def _problems(self) -> list[str]:
@@ -254,7 +254,8 @@ def _sentences(error: ValidationError) -> list[str]:
     return [f"{'.'.join(str(part) for part in entry['loc'])}: {entry['msg']}" for entry in error.errors()]
 
 
-def _unknown_option(name: str, known: list[str]) -> str:
+def unknown_name(name: str, known: Sequence[str], what: str) -> str:
+    """A sentence that names what does not exist, and the nearest that does."""
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-    return f"there is no option {name!r}{hint}"
+    return f"there is no {what} {name!r}{hint}"

@@ -24,7 +24,7 @@ class WorkerConfig:
         engine: ``native``, ``transformers`` or ``fake``.
         device: ``auto`` (the first GPU, else the CPU), ``cpu``, ``cuda`` or ``cuda:N``.
         dtype: of weights and activations; ``auto`` is the checkpoint's on a GPU and float32 on a CPU.
-        kv_dtype: of attention KV; ``auto`` follows dtype.
+        kv_dtype: of attention KV; ``auto`` follows dtype; ``fp8_e4m3`` keeps a scale per token and head beside it.
         max_model_len: most tokens of a request, prompt and output together; 0: what the model was trained for.
         max_running: most requests in one step.
         max_waiting: most requests in the worker's own queue; above it ``submit`` answers Overloaded.

@@ -52,9 +52,10 @@ def test_filters_keep_what_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = plain.noise_keys(torch.full((n,), 7, device=DEVICE), torch.arange(n, device=DEVICE))
     ones, none = torch.ones(n, device=DEVICE), torch.zeros(n, dtype=torch.int64, device=DEVICE)
 
-    def kept(values: list[float], k: int = 0, p: float = 1.0, low: float = 0.0) -> set[int]:
-        rows = torch.tensor(values, device=DEVICE).expand(n, -1).contiguous()
-        return set(sampling.draw(rows, ones, none + k, ones * p, ones * low, keys).tolist())
+    def kept(values: list[float], k: int = 0, p: float = 1.0, low: float = 0.0, few: int = n) -> set[int]:
+        rows = torch.tensor(values, device=DEVICE).expand(few, -1).contiguous()
+        filters = (ones[:few], none[:few] + k, ones[:few] * p, ones[:few] * low)
+        return set(sampling.draw(rows, *filters, keys[:few]).tolist())
 
     assert kept([0.0, 3.0, 1.0, 1.0, 2.0, -1.0], k=3) == {1, 2, 3, 4}
     shares = torch.tensor([0.1, 0.5, 0.25, 0.15]).log().tolist()
@@ -67,7 +68,7 @@ def test_filters_keep_what_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept(torch.tensor([0.4, 0.3, 0.2, 0.1]).log().tolist(), k=2, p=0.55) == {0}
     # More than the best few: their order does not settle what is kept.
     monkeypatch.setattr(sampling, "_BEST", 2)
-    assert kept(shares, k=3, p=0.6, low=0.1) == {1, 2}
+    assert kept(shares, k=3, p=0.6, low=0.1, few=6) == {1, 2}
     if DEVICE == "cuda":
         assert kept(shares, p=0.76) == {1, 2, 3}
         assert kept(shares, k=3) == {1, 2, 3}

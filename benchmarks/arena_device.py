@@ -100,7 +100,7 @@ def measure_device(options: Namespace) -> tuple[dict[str, Value], Conditions]:
         ("compact_between", COMPACTED_BYTES, False),
     ):
         plan = loads.CompactionPlan(COMPACTED_BYTES, step_bytes, sealed)
-        _take(row, name, partial(loads.compact_under_load, arena, AT_ONCE, 2048, plan, name))
+        _take(row, name, partial(loads.compact_under_load, arena, AT_ONCE, 4096, plan, name))
     arena.close()
     conditions = Conditions(
         model="Qwen3.5-4B shape",

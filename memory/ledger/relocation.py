@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from memory.api import Move
 from memory.ledger.deferred import DeferredFrees
 from memory.ledger.extents import Layout
-from memory.ledger.page_pool import BOUND, FREE, TARGET, Anchor, PagePool
+from memory.ledger.page_pool import BOUND, FREE, PENDING, TARGET, Anchor, PagePool
 from memory.ledger.page_table import MUTABLE, PageTable
 from memory.ledger.spans import Span, SpanSet, merged
 
@@ -257,10 +257,12 @@ class Relocator:
         for page in inward:
             if free <= keep_free:
                 break
+            virtual = pool.owner[page]
+            if pool.state[page] == PENDING or (pool.state[page] == BOUND and virtual in self.copying[group]):
+                continue  # on its way out already
             free -= 1
             if pool.state[page] == FREE:
                 continue
-            virtual = pool.owner[page]
             if pool.state[page] != BOUND or not self.movable(group, virtual):
                 break
             target = next(targets, page)

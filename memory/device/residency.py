@@ -20,6 +20,7 @@ from enum import IntEnum
 
 import torch
 
+from kernels import residency as fused
 from memory.device.commands import decode_places
 from memory.device.ghosts import Ghosts
 from memory.device.residency_rules import (
@@ -103,6 +104,27 @@ class Residency:
         self.frozen = torch.zeros((), dtype=torch.bool, device=device)
         self.ghosts = Ghosts(self._rows, self._experts, device)
         self.counts = torch.zeros(len(Lane), self._rows, dtype=torch.int64, device=device)
+        self._ready = torch.full((len(self._queue) + 1,), num_places, dtype=torch.int64, device=device)
+        self._fused = fused.fused_tables(self.tables())
+
+    def tables(self) -> dict[str, torch.Tensor]:
+        """The tables by the names that the fused kernel gives them; each with its entry for masked writes."""
+        return {
+            "address": self._flat_address,
+            "host": self._flat_host,
+            "seen": self._seen,
+            "uses": self._uses,
+            "owner": self._owner,
+            "stamp": self._stamp,
+            "generation": self._generation,
+            "queue": self._queue,
+            "ready": self._ready,
+            "step": self._step,
+            "demand": self._demand,
+            "frozen": self.frozen,
+            "taken": self._taken,
+            "counts": self.counts,
+        }
 
     @property
     def address(self) -> torch.Tensor:
@@ -194,6 +216,18 @@ class Residency:
         Returns:
             [experts] int64, the address where a chosen expert's block is to be stored, 0 for nowhere.
         """
+        if self._fused is not None and experts.numel() <= fused.MAX_PAIRS:
+            return fused.decide(
+                self._fused,
+                row,
+                experts,
+                stamping,
+                self._base,
+                self._place_bytes,
+                RECENCY_WEIGHT,
+                FROZEN_MARGIN,
+                is_lru=self._rules.policy == "lru",
+            )
         none = self.num_places
         wanted = self._distinct(experts, stamping)
         place = self._places(row)
@@ -213,12 +247,15 @@ class Residency:
         self._owner.scatter_(0, victim, FREE)
         self._generation.scatter_add_(0, victim, taken.to(torch.int64))
         self._stamp.scatter_(0, victim, self._step.expand(self._experts))
-        self._taken = victim
+        self._taken.copy_(victim)
         self._count(row, experts, stamping, wanted, hit, taken, evicted)
         return torch.where(taken, self._base + victim * self._place_bytes, 0)
 
     def publish(self, row: int) -> None:
         """The blocks that ``decide`` gave places are stored: their owners are entered, and addresses point to them."""
+        if self._fused is not None:
+            fused.publish(self._fused, row, self._base, self._place_bytes)
+            return
         victim, none = self._taken, self.num_places
         taken = victim < none
         own = torch.arange(self._experts, device=victim.device) + row * self._experts

@@ -25,11 +25,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from benchmarks.arena.chats import LONGEST_CHARS, SHORTEST_CHARS, computed_share, draw_turns, run_chats
 from benchmarks.report import Conditions, Report, Value, publish, report_parser
 from worker.config import WorkerConfig
 from worker.engines.native import NativeEngine
+
+if TYPE_CHECKING:
+    from benchmarks.arena import loads
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +42,8 @@ MAX_ANSWER_TOKENS = 256
 AT_ONCE = 64
 ARENA_BYTES = 36 << 30
 COMPACTED_BYTES = 2 << 30
+MODE_TOKENS = (128, 512)
+"""Of prompt and output, arena against fixed shares."""
 
 
 def measure_chats(count: int) -> tuple[dict[str, Value], Conditions]:
@@ -59,7 +65,7 @@ def measure_chats(count: int) -> tuple[dict[str, Value], Conditions]:
     conditions = Conditions(
         model="demo/model",
         weights="trained, computed in float32",
-        prompts=f"pieces of the repository's licence and manual ({SHORTEST_CHARS}-{LONGEST_CHARS} characters) with a"
+        prompts=f"pieces of the repository's licence ({SHORTEST_CHARS}-{LONGEST_CHARS} characters) with a"
         " hidden fact and a question about it, seed 0",
         cache="warm from the first turn",
         batch="1",
@@ -85,14 +91,39 @@ def measure_device(options: Namespace) -> tuple[dict[str, Value], Conditions]:
         host_tier_bytes=4 << 30,
     )
     row: dict[str, Value] = {}
-    bench = loads.Bench.open(config)
-    _take(row, "prefix", lambda: loads.share_prefix(bench, 4096, 5))
-    _take(row, "host", lambda: loads.restore_from_host(bench, 8192, 3))
-    bench.close()
-    plain = replace(config, host_tier_bytes=0)
-    arena, split = loads.Bench.open(plain), loads.Bench.open(replace(plain, memory_mode="split"))
-    _take(row, "modes", lambda: loads.compare_modes(arena, split, (AT_ONCE, 512, 256), 5))
-    split.close()
+    parts = set(options.parts.split(","))
+    if parts & {"prefix", "host"}:
+        bench = loads.Bench.open(config)
+        if "prefix" in parts:
+            _take(row, "prefix", lambda: loads.share_prefix(bench, 4096, 5))
+        if "host" in parts:
+            _take(row, "host", lambda: loads.restore_from_host(bench, 8192, 3))
+        bench.close()
+    if parts & {"modes", "compact"}:
+        plain = replace(config, host_tier_bytes=0)
+        arena = loads.Bench.open(plain)
+        if "modes" in parts:
+            split = loads.Bench.open(replace(plain, memory_mode="split"))
+            _take(row, "modes", lambda: loads.compare_modes(arena, split, (AT_ONCE, *MODE_TOKENS), 5))
+            split.close()
+        if "compact" in parts:
+            _measure_compactions(row, arena)
+        arena.close()
+    conditions = Conditions(
+        model="Qwen3.5-4B shape",
+        weights="random, bf16",
+        prompts="random ids",
+        cache="prefix: cold, then warm; host tier of 4 GiB; arena against split: cold",
+        batch=f"prefix and host tier 1; others {AT_ONCE}",
+        context="4096, 8192, 128 + 512 and 64 + 120 tokens",
+        resident="dense",
+    )
+    return row, conditions
+
+
+def _measure_compactions(row: dict[str, Value], arena: loads.Bench) -> None:
+    from benchmarks.arena import loads
+
     budget = arena.ledger._book.relocator.move_budget_bytes
     for name, step_bytes, sealed in (
         ("compact_background", budget, True),
@@ -101,17 +132,6 @@ def measure_device(options: Namespace) -> tuple[dict[str, Value], Conditions]:
     ):
         plan = loads.CompactionPlan(COMPACTED_BYTES, step_bytes, sealed)
         _take(row, name, partial(loads.compact_under_load, arena, AT_ONCE, 4096, plan, name))
-    arena.close()
-    conditions = Conditions(
-        model="Qwen3.5-4B shape",
-        weights="random, bf16",
-        prompts="random ids",
-        cache="prefix: cold, then warm; host tier of 4 GiB; arena against split: cold",
-        batch=f"prefix and host tier 1; others {AT_ONCE}",
-        context="4096, 8192, 512 + 256 and 64 + 120 tokens",
-        resident="dense",
-    )
-    return row, conditions
 
 
 def _take(row: dict[str, Value], part: str, measure: Callable[[], Mapping[str, Value]]) -> None:
@@ -129,6 +149,7 @@ def main() -> None:
     parser = report_parser(__doc__)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--chats", type=int, default=50)
+    parser.add_argument("--parts", default="prefix,host,modes,compact", help="of what is measured on a GPU")
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     row, conditions = measure_chats(options.chats) if options.device == "cpu" else measure_device(options)

@@ -105,9 +105,9 @@ class Chats:
 
 
 def draw_turns(count: int, seed: int) -> list[tuple[str, str]]:
-    """For each chat the user's two messages: a piece of this repository's licence or manual in which a fact is hidden,
+    """For each chat the user's two messages: a piece of this repository's licence in which a fact is hidden,
     and a question about the fact, as the demo model was taught to answer."""
-    text = "\n".join(path.read_text() for path in (ROOT / "LICENSE", *sorted((ROOT / "docs").glob("*.md"))))
+    text = (ROOT / "LICENSE").read_text()
     dice = random.Random(seed)
 
     def message() -> str:

@@ -200,7 +200,8 @@ def compare_modes(arena: Bench, split: Bench, size: tuple[int, int, int], rounds
         "arena.tokens_per_s": statistics.median(ours),
         "split.tokens_per_s": statistics.median(theirs),
         "arena.throughput_ratio": statistics.median(ratios),
-        "arena.ratio_spread": max(ratios) - min(ratios),
+        "arena.ratio_least": min(ratios),
+        "arena.ratio_most": max(ratios),
     }
 
 

@@ -5,14 +5,22 @@
 // Where the largest of n numbers is, the first of equal ones; 0 where none is a number.
 static i64 first_largest(const float *line, i64 n) {
     v16 most16 = splat(-INFINITY);
+    i32x16 where = {};
     i64 i = 0;
-    for (; i + LANES <= n; i += LANES) most16 = max16(load(line + i), most16);
-    float most = most16[0];
-    for (int j = 1; j < LANES; j++) most = most16[j] > most ? most16[j] : most;
-    for (; i < n; i++) most = line[i] > most ? line[i] : most;
-    for (i = 0; i < n; i++)
-        if (line[i] == most) return i;
-    return 0;
+    for (; i + LANES <= n; i += LANES) {
+        v16 x = load(line + i);
+        i32x16 larger = x > most16;
+        most16 = pick(larger, x, most16);
+        where = (((i32x16){} + (int32_t)i) & larger) | (where & ~larger);
+    }
+    float most = -INFINITY;
+    i64 found = 0;
+    for (int j = 0; j < LANES; j++)
+        if (most16[j] > most || (most16[j] == most && most > -INFINITY && where[j] + j < found))
+            most = most16[j], found = where[j] + j;
+    for (; i < n; i++)
+        if (line[i] > most) most = line[i], found = i;
+    return found;
 }
 
 // chosen[r] = where row r of logits is largest.

@@ -80,7 +80,7 @@ def linear(x: torch.Tensor, packed: torch.Tensor, columns: int, bias: torch.Tens
 def _normalise(x: torch.Tensor, weight: torch.Tensor | None, eps: float, mean: bool) -> torch.Tensor:
     dim = x.shape[-1]
     heads = x.shape[-2] if x.dim() == 3 else 1
-    out = torch.empty(x.shape)
+    out = torch.empty(*x.shape)
     loaded = _kernels(x.shape[0])
     loaded.normalise(
         x.data_ptr(),
@@ -129,8 +129,8 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 def silu_and_mul(gate: torch.Tensor, up: torch.Tensor, share: torch.Tensor | None) -> torch.Tensor:
     """See :func:`kernels.pointwise.silu_and_mul`; gate, up and share have one stride between rows."""
     loaded = _kernels(gate.shape[0])
-    out = torch.empty(gate.shape)
     rows, columns = gate.shape
+    out = torch.empty(rows, columns)
     loaded.silu_and_mul(
         gate.data_ptr(),
         up.data_ptr(),
@@ -160,7 +160,7 @@ def gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: f
 def add_norm(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """See :func:`kernels.pointwise.add_norm`; x and y are contiguous."""
     loaded = _kernels(x.shape[0])
-    out = torch.empty(x.shape)
+    out = torch.empty(*x.shape)
     loaded.add_norm(x.data_ptr(), y.data_ptr(), *x.shape, weight.data_ptr(), eps, out.data_ptr())
     return out
 
@@ -234,7 +234,7 @@ def make_bank(
 def run_experts(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, bank: Bank) -> torch.Tensor:
     """See :func:`kernels.moe.run_experts`; all tensors contiguous."""
     loaded = _kernels(x.shape[0])
-    out = torch.empty(x.shape)
+    out = torch.empty(*x.shape)
     loaded.experts(
         byref(bank),
         x.data_ptr(),
@@ -256,7 +256,7 @@ def causal_conv(
 ) -> torch.Tensor:
     """See :func:`kernels.recurrent.causal_conv_rows`; without ``query_len`` [rows] int64 one token per row."""
     loaded = _kernels(x.shape[0])
-    out = torch.empty(x.shape)
+    out = torch.empty(*x.shape)
     loaded.conv_rows(
         x.data_ptr(),
         x.stride(0),

@@ -83,8 +83,8 @@ class MoeStep:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, H] to [tokens, H]."""
-        rows = x.shape[0]
-        out = torch.empty(x.shape)
+        rows, hidden = x.shape
+        out = torch.empty(rows, hidden)
         scratch = _scratch(*(rows * width for width in self._widths))
         self._call(self._ref, x.data_ptr(), rows, scratch.data_ptr(), out.data_ptr())
         return out
@@ -133,8 +133,8 @@ class DeltaNetStep:
         self, x: torch.Tensor, conv_pages: torch.Tensor, state_pages: torch.Tensor, page: torch.Tensor
     ) -> torch.Tensor:
         """[rows, H] to [rows, H]; ``page`` [rows] int64: the pages of both views that are advanced by a token."""
-        rows = x.shape[0]
-        out = torch.empty(x.shape)
+        rows, hidden = x.shape
+        out = torch.empty(rows, hidden)
         scratch = _scratch(*(rows * width for width in self._widths))
         self._call(
             self._ref,

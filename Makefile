@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false RAY_USAGE_STATS_ENABLED=0 HF_HUB_OFFLINE=1
 PYTEST := $(TEST_ENV) $(RUN)/python -m pytest
 # Those that need neither a GPU nor recorded traces.
-BENCHMARKS := ledger_cost scheduler_cost expert_replay cpu_accuracy cpu_serving streaming_path
+BENCHMARKS := ledger_cost scheduler_cost expert_replay cpu_accuracy cpu_serving streaming_path arena_device
 
 .PHONY: help setup serve test lint test-unit test-ray test-faults test-gpu soak bench
 

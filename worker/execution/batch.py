@@ -129,6 +129,7 @@ class BatchBuilder:
             decode_page=uploads.put(pages[:decode]),
             chunk_page=uploads.put(pages[decode:]),
             layout=None if layout is None else put_fields(layout, uploads),
+            longest=max(longer, default=0),
         )
         return group, uploads.put(fresh) if len(fresh) else None
 

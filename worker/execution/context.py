@@ -23,12 +23,13 @@ class TokenGroup:
 
 @dataclass(frozen=True, slots=True)
 class StateGroup:
-    """The recurrent states of a step's rows: physical pages of the decode rows and of the longer ones, and how the
-    longer rows are cut into chunks (None without any)."""
+    """The recurrent states of a step's rows: physical pages of the decode rows and of the longer ones, how the longer
+    rows are cut into chunks (None without any), and the tokens of the longest."""
 
     decode_page: torch.Tensor
     chunk_page: torch.Tensor
     layout: ChunkLayout | None
+    longest: int = 0
 
 
 @dataclass(frozen=True, slots=True)

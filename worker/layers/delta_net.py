@@ -22,6 +22,8 @@ from memory.api import LayerRows, Row
 from worker.execution.context import ForwardContext
 from worker.layers.attention import Rotation
 
+_FEW_TOKENS = 64
+"""Rows of so many tokens are done one by one sooner than the chunked kernels are launched."""
 _L2_EPS = 1e-6
 """Of the norms of queries and keys: part of the layer, not of its configuration."""
 
@@ -138,7 +140,8 @@ class DeltaNetLayer:
         if rows:
             parts.append(self._step(inner[:rows, :channels], decay[:rows], beta[:rows], context))
         if rows < total:
-            exponential = None if self._chunked else decay[rows:]
+            chunked = self._chunked and context.state.longest > _FEW_TOKENS
+            exponential = None if chunked else decay[rows:]
             parts.append(
                 self._chunks(inner[rows:, :channels], log_decay[rows:], exponential, beta[rows:], context)
             )

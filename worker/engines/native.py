@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import threading
 import time
@@ -144,6 +145,10 @@ class NativeEngine:
         self._expert_report: ExpertReport | None = None
         self._snapshot = self._take_snapshot()
         self._arena_report = self._ledger.report()
+        if info.device != "cpu":
+            # A full collection takes long with torch loaded, and would hold steps up: what is here now, stays.
+            gc.collect()
+            gc.freeze()
         self._thread = threading.Thread(target=self._run, name="native-engine", daemon=True)
         self._thread.start()
 

@@ -123,12 +123,13 @@ class ModelRunner:
         """Most tokens that are computed at once."""
         return max(self.config.max_step_tokens, self.passes.tokens if self.passes is not None else 0)
 
-    def attach_memory(self, specs: Sequence[PageSpec], arena_bytes: int) -> None:
+    def attach_memory(self, specs: Sequence[PageSpec], arena_bytes: int, with_host_tier: bool = True) -> None:
         """Takes the arena. ``specs`` are ``page_specs``, perhaps joined by others that ride along."""
         absent = {spec.name for spec in self.page_specs} - {spec.name for spec in specs}
         if absent:
             raise ValueError(f"the arena lacks the page groups {sorted(absent)}")
-        self._arena = Arena(specs, arena_bytes, self._device, self.config.host_tier_bytes)
+        host_bytes = self.config.host_tier_bytes if with_host_tier else 0
+        self._arena = Arena(specs, arena_bytes, self._device, host_bytes)
         self._builder = BatchBuilder(self._arena, self._shapes, self._backend, self._model.conv_width)
         if self.pager is not None:
             self.pager.attach(self._arena.grids[EXPERT_GROUP])

@@ -37,7 +37,7 @@ def measure_arena_bytes(runner: ModelRunner) -> int:
     _collect_garbage()
     before, _ = torch.cuda.mem_get_info(device)
     pages = SmallArena(runner.page_specs, runner.largest_chunk)
-    runner.attach_memory(runner.page_specs, pages.num_bytes)
+    runner.attach_memory(runner.page_specs, pages.num_bytes, with_host_tier=False)
     run_largest_steps(runner, pages)
     torch.cuda.synchronize(device)
     graphs_bytes = _capture_bytes(runner, device)

@@ -1,0 +1,93 @@
+"""What the GPU benchmarks compute needs no GPU: shapes, limits, breakdowns, what a client saw."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.decode_soak import growth
+from benchmarks.http_throughput import figures, write_tokenizer
+from benchmarks.offline_throughput import Stream
+from benchmarks.prefill_speed import prefill_flops
+from benchmarks.shapes import QUANTIZATION, shape_config, shape_folder, shape_geometry
+from benchmarks.step_profile import Kernel, breakdown, heaviest, part_of
+from benchmarks.streaming.closed_loop import Answered
+from worker.config import WorkerConfig
+from worker.execution.loading import open_model
+
+MODELS = ["qwen3-30b-a3b", "qwen3.5-4b", "qwen3.5-35b-a3b", "gpt-oss-20b"]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_named_shapes_are_models_that_the_engine_knows(model: str) -> None:
+    folder = shape_folder(model, "mxfp4" if model == "gpt-oss-20b" else "bf16")
+    opened = open_model(WorkerConfig(model=str(folder), load="random", device="cpu"))
+    geometry = shape_geometry(folder)
+    # Rehearsed weights are those that the advisor counts: the expert blocks' biases and scales aside.
+    assert opened.num_elements == pytest.approx(geometry.num_params, rel=2e-3)
+
+
+def test_shapes_come_in_every_format() -> None:
+    for format in QUANTIZATION:
+        assert ("quantization_config" in shape_config("qwen3-30b-a3b", format)) == (format != "bf16")
+    with pytest.raises(ValueError, match="format='nvfp4'"):
+        shape_config("qwen3-30b-a3b", "nvfp4")
+
+
+def test_prefill_operations_of_the_4b_shape() -> None:
+    geometry = shape_geometry(shape_folder("qwen3.5-4b", "bf16"))
+    facts = shape_config("qwen3.5-4b", "bf16")
+    sizes = facts["num_attention_heads"], facts["head_dim"]
+    found = prefill_flops(geometry, *sizes, 8192)
+    layers = sum(layer.matrix_params for layer in geometry.layers)
+    attention = 8 * 4 * 16 * 256 * 8192 * 8192 / 2  # 8 softmax layers, causal
+    assert found == pytest.approx(2 * layers * 8192 + attention + 2 * geometry.head_params)
+
+
+def test_a_recording_is_split_into_parts_and_gaps() -> None:
+    kernels = [
+        Kernel("_attend", 0.0, 10.0),
+        Kernel("one_gate_up", 11.0, 31.0),
+        Kernel("_prepare", 30.0, 34.0),  # begins while the one before ends
+        Kernel("nvjet_sm90_tst", 34.0, 40.0),
+        Kernel("_attend", 140.0, 150.0),
+    ]
+    found = breakdown(kernels, 2)
+    assert found["attention"] == pytest.approx(0.010)
+    assert found["experts"] == pytest.approx(0.010)
+    assert found["linear_attention"] == pytest.approx(0.0015)
+    assert found["rest"] == pytest.approx(0.003)
+    assert found["launch_gaps"] == pytest.approx(0.0005)
+    assert found["host_gaps"] == pytest.approx(0.05)
+    assert found["kernels"] == 2.5
+    assert heaviest(kernels, 1)[0].split()[-1] == "_attend"
+    assert breakdown([], 1) == {}
+    assert part_of("something_else") == "rest"
+
+
+def test_a_client_counts_what_it_saw() -> None:
+    quick = Answered(0.0, [0.5, 0.7, 0.9], 21)
+    slow = Answered(0.0, [3.0, 3.5], 11)
+    found = figures([quick, slow], 2.0, ttft_slo_s=1.0, tpot_slo_s=0.03)
+    assert found["output_tokens_per_s"] == 16.0
+    assert found["goodput_per_s"] == 0.5
+    assert found["ttft_p99_ms"] == 3000.0
+    assert found["tpot_p50_ms"] == pytest.approx(50.0)
+    with pytest.raises(RuntimeError, match=r"1 of 2 requests failed: HTTP/1\.1 429"):
+        figures([quick, Answered(0.0, failure="HTTP/1.1 429")], 1.0, 1.0, 1.0)
+    stream = Stream(1.0, [(1.5, 1), (1.7, 4)])
+    assert stream.first_s == 0.5
+    assert stream.gaps_s == pytest.approx([0.05] * 4)
+    assert growth([100, 90, 102]) == pytest.approx(0.02)
+
+
+def test_every_random_id_has_a_text(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    write_tokenizer(tmp_path, 3000)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() == 3000
+    assert tokenizer.decode([256, 2999]) == "w256.w2999."
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())

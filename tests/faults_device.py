@@ -68,8 +68,8 @@ FAULTS = [
     Fault(
         "a page comes back before it has gone",
         "memory.device.mover",
-        "behind.append(self._last_out)",
-        "pass",
+        "for mark in (after, self._last_out) if mark is not None",
+        "for mark in (after,) if mark is not None",
         (f"{_MOVER}test_what_lanes_still_read_is_waited_for", _LATE),
     ),
     Fault(
@@ -85,6 +85,20 @@ FAULTS = [
         "if not moved.isdisjoint(pages):",
         "if False:",
         (f"{_MOVER}test_what_lanes_still_read_is_waited_for",),
+    ),
+    Fault(
+        "what comes back overtakes a move",
+        "memory.device.mover",
+        "        if between:\n            self.hold_lanes_back()\n",
+        "",
+        (f"{_MOVER}test_what_comes_back_waits_for_bytes_given_away_and_for_nothing_else[move]",),
+    ),
+    Fault(
+        "what comes back overtakes a ban",
+        "memory.device.mover",
+        "        if commands.ban:\n            self.hold_lanes_back()\n",
+        "",
+        (f"{_MOVER}test_what_comes_back_waits_for_bytes_given_away_and_for_nothing_else[ban]",),
     ),
     Fault(
         "copies that follow each other share a launch",

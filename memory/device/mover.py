@@ -6,7 +6,7 @@ In the order of the compute stream, with what runs beside it::
     sealed moves     MOVE lane, behind this moment; the ledger flips them when the step counts as finished
     other moves      compute stream, one launch per group
     copies, in their order:
-      from the host  FROM_HOST lane, behind this moment; the compute stream waits for them: the step reads them
+      from the host  FROM_HOST lane, beside the step before; the compute stream waits for them: the step reads them
       inside         compute stream, one launch per group
       to the host    TO_HOST lane, behind this moment
     tables           compute stream, one launch for all groups
@@ -15,6 +15,10 @@ A step counts as finished only when its work in the lanes is done too: :meth:`Pa
 rule, no byte is used again before the last step that reads it has finished, covers copies beside the steps. What it
 does not cover is a move *between* steps of a page that a lane still reads to the host: its old bytes may be written by
 that very step, so the compute stream waits for that lane first.
+
+What comes from the host need not wait for steps in flight: its pages were free when the step was planned, so no step
+before it reads them. Only two things give bytes away that work in flight still reads, relying on the order of the
+compute stream: moves between steps and bans of expert places. Behind the last of those the lane may begin.
 """
 
 from __future__ import annotations
@@ -69,9 +73,12 @@ class PageMover:
         self._beside: deque[tuple[int, list[Mark]]] = deque()  # by step: ends of its work in lanes
         self._leaving: deque[tuple[Mark, frozenset[Page]]] = deque()  # pages that a lane reads to the host
         self._last_out: Mark | None = None
+        self._given_away: Mark | None = None  # behind it nothing reads bytes that were given away at once
 
     def carry_out(self, commands: StepCommands) -> None:
         """Launches all of it; never waits for the device."""
+        if commands.ban:
+            self.hold_lanes_back()
         if not (commands.moves or commands.copies or commands.table):
             return
         sealed = _launches((m.group, m.source, m.target) for m in commands.moves if m.sealed)
@@ -92,11 +99,15 @@ class PageMover:
         self._let_lanes_read(between)
         moving = list(zip(between, pairs, strict=False))
         self.lanes.compute(lambda: self._copy(moving))
-        for (side, run), copied in zip(runs, inside, strict=True):
+        if between:
+            self.hold_lanes_back()
+        for number, ((side, run), copied) in enumerate(zip(runs, inside, strict=True)):
             if side is _Side.INSIDE:
                 self._copy_inside(list(zip(copied, pairs, strict=False)))
+            elif side is _Side.OUT:
+                ends.append(self._send_out(run))
             else:
-                ends.append(self._bring_back(run) if side is _Side.BACK else self._send_out(run))
+                ends.append(self._bring_back(run, self._given_away if number == 0 else self.lanes.mark()))
         self.lanes.compute(lambda: self._tables.patch(where, what))
         if ends:
             self._beside.append((commands.step, ends))
@@ -138,14 +149,17 @@ class PageMover:
             if not moved.isdisjoint(pages):
                 self.lanes.wait(mark)
 
-    def _bring_back(self, copies: Sequence[PageCopy]) -> Mark:
+    def hold_lanes_back(self) -> None:
+        """What comes from the host from now on starts behind this moment of the compute stream."""
+        self._given_away = self.lanes.mark()
+
+    def _bring_back(self, copies: Sequence[PageCopy], after: Mark | None) -> Mark:
         def work() -> None:
             for copy in copies:
                 self._host.load(copy.group, copy.source, self._grids[copy.group][copy.target])
 
-        behind = [self.lanes.mark()]
-        if self._last_out is not None:
-            behind.append(self._last_out)  # a slot may be read as soon as its copy there is launched
+        # A slot may be read as soon as its copy there is launched, so before that copy has run.
+        behind = [mark for mark in (after, self._last_out) if mark is not None]
         end = self.lanes.run(Lane.FROM_HOST, behind, work)
         self.lanes.wait(end)
         return end

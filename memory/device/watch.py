@@ -146,6 +146,7 @@ class ArenaWatch:
                 if len(run):
                     self._arena.buffer[128 * int(run[0]) : 128 * (int(run[-1]) + 1)] = POISON
                     self.num_poisoned += len(run)
+        self._arena.mover.hold_lanes_back()
 
     def _span(self, group: str, page: int) -> Span:
         grid = self._arena.grids[group]

@@ -20,11 +20,12 @@ from worker.scheduling.step import StepPlan
 class LateLanes:
     """Streams without a GPU, each as late as anybody can bear: work is done when something that must wait for it is,
     or when the host has asked often enough. With ``computes`` the compute stream is late as well; without, it does
-    everything at once, as a CPU's model does."""
+    everything at once, as a CPU's model does. ``hasty`` lanes are the contrary: they do their work at once, and of the
+    others only what they must wait for."""
 
-    def __init__(self, patience: int = 24, computes: bool = False) -> None:
+    def __init__(self, patience: int = 24, computes: bool = False, hasty: bool = False) -> None:
         self._queues: dict[object, deque[_LateMark]] = {name: deque() for name in (*Lane, None)}
-        self._patience, self._computes = patience, computes
+        self._patience, self._computes, self._hasty = patience, computes, hasty
         self._clock = 0
         self.num_late = 0
         """pieces of work that were still undone when another was launched"""
@@ -54,7 +55,7 @@ class LateLanes:
     def _add(self, stream: Lane | None, behind: Sequence[Mark], work: Callable[[], None]) -> _LateMark:
         mark = _LateMark(self, stream, behind, work, self._clock + self._patience)
         self._queues[stream].append(mark)
-        if stream is None and not self._computes:
+        if (stream is None and not self._computes) or (stream is not None and self._hasty):
             self.force(mark)
         return mark
 

@@ -7,7 +7,17 @@ import random
 import pytest
 import torch
 
-from memory.api import LayerRows, Move, PageCopy, PageKind, PageSpec, Row, StepCommands, TableUpdate
+from memory.api import (
+    LayerRows,
+    Move,
+    PageCopy,
+    PageKind,
+    PageSpec,
+    PlaceRange,
+    Row,
+    StepCommands,
+    TableUpdate,
+)
 from memory.device.arena import Arena
 from memory.device.lanes import Lane, make_lanes
 from memory.device.mover import _launches
@@ -93,6 +103,27 @@ def test_what_lanes_still_read_is_waited_for() -> None:
     arena.mover.join()
     assert arena.host.page("full", 5)[0] == 5
     assert grid[30, 0] == 5
+
+
+@pytest.mark.parametrize("given_away", ["move", "ban", "nothing"])
+def test_what_comes_back_waits_for_bytes_given_away_and_for_nothing_else(given_away: str) -> None:
+    """The device is a step behind, and the link is quick."""
+    lanes = LateLanes(NEVER, computes=True, hasty=True)
+    arena = small_arena(lanes)
+    grid = arena.grids["full"]
+    arena.host.page("full", 0).fill_(9)
+    grid[5] = 5
+    seen: list[int] = []
+    lanes.compute(lambda: seen.append(int(grid[5, 0])))  # a step in flight
+    if given_away == "move":
+        arena.apply(StepCommands(1, moves=(Move("full", 0, 5, 6, sealed=False),)))
+    elif given_away == "ban":
+        arena.apply(StepCommands(1, ban=(PlaceRange(0, 1),)))
+    arena.apply(StepCommands(2, copies=(PageCopy("full", 0, 5, from_host=True),)))
+    assert grid[5, 0] == 9
+    assert seen == ([] if given_away == "nothing" else [5])
+    lanes.finish(lanes.mark())
+    assert grid[6, 0] == (5 if given_away == "move" else 0)
 
 
 def test_copies_keep_their_order_in_few_launches() -> None:

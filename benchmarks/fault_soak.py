@@ -6,8 +6,8 @@
 The time is shared by the transports, each in a process and a cluster of its own. Figures, in sum: ``lost`` requests
 (neither complete nor, in so many words, refused or failed, or marred where no fault may mar them),
 ``broken_promises`` of single faults, ``leaked_pages`` and ``leaked_requests`` once all is quiet and the prefix caches
-are empty, ``memory_growth_mb`` of the service from the first third to the last (whenever it is whole), ``error_event_ms_max`` after a worker's
-death. Exit code 1 if anything is.
+are empty, ``memory_growth_mb`` of the service from the first third to the last (whenever it is whole), and
+``error_event_ms_max`` after a worker's death. Exit code 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -125,7 +125,8 @@ def fake_folder(scratch: Path, script: dict[str, Any]) -> Path:
 async def soak(
     service: Any, seconds: float, every_s: float, names: Sequence[str] = (), seed: int = 0
 ) -> Outcome:
-    """Runs the load and the faults (``names``, or all) against a deployed service, in rounds of random order."""
+    """Runs the load and the faults (``names``, or all) against a deployed service, in rounds of random order; the first
+    round is always whole."""
     from benchmarks.drills.clients import Crowd, new_client
     from benchmarks.drills.faults import FAULTS, Broken, Drill
 
@@ -136,7 +137,7 @@ async def soak(
     spans: list[tuple[float, float, str]] = []
     began_s = time.monotonic()
     queue: list[str] = []
-    while time.monotonic() - began_s < seconds:
+    while time.monotonic() - began_s < seconds or len(outcome.faults) < len(names or FAULTS):
         used = await asyncio.to_thread(service.memory_bytes)
         outcome.memory_mb.append({part: round(num_bytes / 1e6, 1) for part, num_bytes in used.items()})
         queue = queue or order.sample(sorted(names or FAULTS), len(names or FAULTS))

@@ -37,6 +37,8 @@ QUIET = LoggingConfig(enable_access_log=False)
 SCALING_POLICY = "serve_app.policies.autoscaling:ScalingPolicy"
 LOOK_BACK_INTERVALS = 5
 """Serve samples a replica's metrics five times in its look-back, and at least once an interval."""
+DRAIN_POLL_S = 0.5
+"""A replica that is taken away looks so often whether its last request has ended."""
 STEP_DELAY_S = 1.0
 """The policy has its own patience; Serve's would come on top."""
 TICKET_MARGIN_S = 300.0
@@ -133,6 +135,7 @@ def _router(args: AppArgs) -> serve.Deployment:
         ray_actor_options={"num_cpus": args.cpus_per_router},
         health_check_period_s=args.health_check_period_s,
         graceful_shutdown_timeout_s=args.graceful_shutdown_timeout_s,
+        graceful_shutdown_wait_loop_s=DRAIN_POLL_S,
         logging_config=QUIET,
     )
     return make(serve.ingress()(Router))
@@ -151,6 +154,7 @@ def worker_deployment(args: AppArgs, name: str, worker: type[Worker] = Worker) -
         ray_actor_options={"num_cpus": args.cpus_per_worker, "num_gpus": _gpus(args)},
         health_check_period_s=args.health_check_period_s,
         graceful_shutdown_timeout_s=args.graceful_shutdown_timeout_s,
+        graceful_shutdown_wait_loop_s=DRAIN_POLL_S,
         logging_config=QUIET,
         request_router_config=RequestRouterConfig(**ROUTING),
         **_replicas(args),

@@ -76,7 +76,6 @@ def serve_url() -> Iterator[str]:
     """Address of a fresh local Ray cluster with Serve."""
     os.environ["RAY_AUTH_MODE"] = "disabled"
     os.environ.setdefault("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "1")
-    os.environ.setdefault("RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import ray
     from ray import serve

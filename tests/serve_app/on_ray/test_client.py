@@ -145,22 +145,6 @@ def test_a_redeployment_lets_running_streams_end(deploy: Deploy, tmp_path: Path)
     assert text == "z" * 100
 
 
-@pytest.mark.soak
-def test_workers_are_added_when_requests_crowd(deploy: Deploy, tmp_path: Path) -> None:
-    folder = write_model_folder(tmp_path / "m", script=scripted("w" * 200, tokens_per_s=10.0))
-    app = deploy("crowded", model=str(folder), max_running=2, worker_backlog=4, max_replicas=2)
-
-    async def run() -> list[int]:
-        async with httpx.AsyncClient(base_url=app.url, timeout=90) as http:
-            body = {"messages": MESSAGES, "max_tokens": 100}
-            asked = [asyncio.create_task(http.post("/v1/chat/completions", json=body)) for _ in range(10)]
-            await asyncio.to_thread(app.wait_for_workers, 2, 45.0)
-            return [(await task).status_code for task in asked]
-
-    assert asyncio.run(run()) == [200] * 10
-    assert all(state.num_submitted for state in app.snapshots()), "the new worker got some of them"
-
-
 @pytest.mark.timeout(300)
 def test_the_streaming_tests_pass_over_haproxy_too() -> None:
     # Serve reads these when it is imported, so the other transport needs a process of its own.

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels._triton.overlap import overlaps
 
 _LARGEST_TILE = 128 * 128
 """Values of a head's state that one program holds in registers."""
@@ -31,9 +34,12 @@ class DeltaParameters:
 @triton.jit
 def _prepare(
     inner, conv, columns, page, heads_out, in_row, s_page, channels, key_units, query_units, l2_eps, scale,
-    WIDTH: tl.constexpr, DIM: tl.constexpr,
+    WIDTH: tl.constexpr, DIM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One head's channels of one row: convolution, SiLU, and for queries and keys the norm."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     unit = tl.program_id(1)
     number = tl.load(page + row)
@@ -61,9 +67,12 @@ def _prepare(
 def _advance(
     heads_in, inner, decay_bias, decay_rate, norm, states, page, out,
     channels, in_row, s_page, s_head, share, k_heads, v_heads, eps,
-    DIM: tl.constexpr,
+    DIM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One value head of one row: gates, delta rule, gated norm."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     column = tl.arange(0, DIM)
@@ -120,17 +129,18 @@ def delta_net_decode(
     channels, rows = units * dim, inner.shape[0]
     if inner.stride(1) != 1 or conv_pages.stride(1) != channels or state_pages.stride(2) != dim:
         raise ValueError("rows of inner, columns and states must be contiguous")
+    overlap = overlaps(inner)
     heads = torch.empty(rows, channels, dtype=torch.float32, device=inner.device)
     out = torch.empty(rows, sizes.num_value_heads * dim, dtype=inner.dtype, device=inner.device)
     _prepare[(rows, units)](
         inner, sizes.conv, conv_pages, page, heads, inner.stride(0), conv_pages.stride(0), channels,
         2 * sizes.num_key_heads, sizes.num_key_heads, sizes.l2_eps, dim**-0.5,
-        WIDTH=sizes.conv.shape[0], DIM=dim, num_warps=1,
+        WIDTH=sizes.conv.shape[0], DIM=dim, OVERLAP=overlap, num_warps=1, launch_pdl=overlap,
     )  # fmt: skip
     _advance[(rows, sizes.num_value_heads)](
         heads, inner, sizes.decay_bias, sizes.decay_rate, sizes.norm, state_pages, page, out,
         channels, inner.stride(0), state_pages.stride(0), state_pages.stride(1),
         sizes.num_value_heads // sizes.num_key_heads, sizes.num_key_heads, sizes.num_value_heads, sizes.eps,
-        DIM=dim, num_warps=8 if dim >= 128 else 4,
+        DIM=dim, OVERLAP=overlap, num_warps=8 if dim >= 128 else 4, launch_pdl=overlap,
     )  # fmt: skip
     return out

@@ -99,8 +99,10 @@ def paged_decode(
     if pages.even:
         total = partial.view(num_rows, pages.num_columns, num_heads, dim).sum(1)
     else:
-        total = partial.new_zeros(num_rows, num_heads, dim)
-        total.index_add_(0, pages.row, partial.view(-1, num_heads, dim))
+        # Not by index_add_, whose order is open on a GPU.
+        padded = partial.new_zeros(num_rows, pages.num_columns, num_heads, dim)
+        padded[pages.row, pages.column] = partial.view(-1, num_heads, dim)
+        total = padded.sum(1)
     out.copy_(total)
 
 

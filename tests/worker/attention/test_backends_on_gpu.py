@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -171,10 +172,16 @@ def _seeded() -> None:
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("name", ["flash", "triton", "torch"])
 def test_each_backend_is_as_exact_as_bfloat16(
-    name: str, shape: AttentionShape, rows: list[tuple[int, int]]
+    name: str,
+    shape: AttentionShape,
+    rows: list[tuple[int, int]],
+    record_property: Callable[[str, object], None],
 ) -> None:
     step = make_step(shape, rows, 32)
-    assert error(attend(name, step), step.exact()) < 4e-3
+    found = error(attend(name, step), step.exact())
+    sizes = f"{shape.num_heads}/{shape.num_kv_heads} heads of {shape.head_dim}, window {shape.window}"
+    record_property("figure", f"attention {name}, {sizes}, {len(rows)} rows: relative error {found:.1e}")
+    assert found < 4e-3
 
 
 @pytest.mark.parametrize("name", ["triton", "torch"])
@@ -193,13 +200,13 @@ def test_shuffled_pages_equal_pages_in_order_bit_for_bit(name: str, shape: Atten
 
 
 @pytest.mark.parametrize("name", ["triton", "torch"])
-def test_fp8_pages_stay_within_their_error(name: str) -> None:
+def test_fp8_pages_stay_within_their_error(name: str, record_property: Callable[[str, object], None]) -> None:
     shape = AttentionShape(32, 4, 128, 128**-0.5, kv_dtype="float8_e4m3fn")
     step = make_step(shape, MIXED, 32)
     exact = step.exact()
     # Keys and values are off by 2^-4 at most and by a third of that on average; softmax averages it further.
     found = error(attend(name, step), exact)
-    print(f"FP8 KV, {name}: relative error {found:.4f}")
+    record_property("figure", f"attention {name}, FP8 keys and values: relative error {found:.1e}")
     assert 1e-3 < found < 4e-2
 
 

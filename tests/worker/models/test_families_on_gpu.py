@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,9 @@ def open_driver(folder: Path, arena_bytes: int = 1 << 25, **settings: object) ->
 
 
 @pytest.mark.parametrize(("family", "window"), CASES)
-def test_float32_agrees_with_transformers(family: str, window: int) -> None:
+def test_float32_agrees_with_transformers(
+    family: str, window: int, record_property: Callable[[str, object], None]
+) -> None:
     folder = tiny_folder(family, window=window)
     rng = random.Random(window + len(family))
     driver = open_driver(folder, dtype="float32")
@@ -48,7 +51,9 @@ def test_float32_agrees_with_transformers(family: str, window: int) -> None:
         agreement = compare(folder, prompt, driver.rows[request].tokens[len(prompt) :], found[request])
         assert agreement.mismatches == 0, (len(prompt), agreement)
         worst = max(worst, agreement.max_logprob_diff)
-    print(f"{family} window {window}: largest difference of a log-probability in float32 {worst:.1e}")
+    record_property(
+        "figure", f"{family}, window {window}, float32: largest difference of a log-probability {worst:.1e}"
+    )
     assert worst < LOGPROB_TOLERANCE
 
 
@@ -59,7 +64,9 @@ def first_scores(driver: PlanDriver, prompt: list[int]) -> dict[int, float]:
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bfloat16_errs_no_more_than_transformers_in_bfloat16(family: str, kv_dtype: str) -> None:
+def test_bfloat16_errs_no_more_than_transformers_in_bfloat16(
+    family: str, kv_dtype: str, record_property: Callable[[str, object], None]
+) -> None:
     folder = tiny_folder(family)
     driver = open_driver(folder, dtype="bfloat16", kv_dtype=kv_dtype)
     exact, rounded = reference_model(folder), reference_model(folder, torch.bfloat16)
@@ -74,9 +81,13 @@ def test_bfloat16_errs_no_more_than_transformers_in_bfloat16(family: str, kv_dty
             )
         ours.append((torch.tensor(list(said.values())) - right).abs().mean().item())
         theirs.append((near - right).abs().mean().item())
-    print(f"{family} KV {kv_dtype}: mean error {sum(ours) / 6:.4f}, transformers' {sum(theirs) / 6:.4f}")
-    # FP8 keys and values are off by 2^-4 of themselves at most: on these models less than three roundings to bfloat16.
-    assert sum(ours) < (2 if kv_dtype == "auto" else 6) * sum(theirs) + 0.05, (ours, theirs)
+    # All but the worst: a prompt may stand at a near tie of its router, where any rounding decides.
+    mine, other = (sum(sorted(errors)[:-1]) / 5 for errors in (ours, theirs))
+    record_property(
+        "figure", f"{family}, bfloat16, KV {kv_dtype}: mean error {mine:.4f}, transformers' {other:.4f}"
+    )
+    # FP8 keys and values have 16 times bfloat16's rounding, which is one of many in a layer.
+    assert mine < (2 if kv_dtype == "auto" else 6) * other + 0.01, (ours, theirs)
 
 
 @pytest.mark.parametrize("name", ["flash", "triton", "torch"])

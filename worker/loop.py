@@ -85,6 +85,7 @@ class EngineLoop:
         self._collected = self._completed = -1
         self._finished_step: Callable[[int], int] | None = getattr(runner, "finished_step", None)
         self._flying: deque[tuple[StepPlan, Any]] = deque()
+        self._carries = False  # whether the last step launched moved or copied pages
         self._begin_pass: Callable[[StepPlan], RunningPass] | None = getattr(runner, "begin_pass", None)
         self._pass: tuple[StepPlan, RunningPass] | None = None
         self._decode_s = 0.0
@@ -121,6 +122,7 @@ class EngineLoop:
                 raise RuntimeError(f"step {step} is a prefill pass, and the runner knows none")
             self._pass = (plan, self._begin_pass(plan))
             return True
+        self._carries = bool(plan.commands.moves or plan.commands.copies)
         needed = plan.num_rows > 0 or not _is_empty(plan.commands)
         self._flying.append((plan, self._runner.launch(plan) if needed else None))
         return plan.num_rows > 0
@@ -167,12 +169,12 @@ class EngineLoop:
             self._completed = done
             self._ledger.end_step(done)
 
-    def settle(self, most_steps: int = 4) -> None:
-        """Nobody has work: lets memory finish what it was about (frees of the last step, moves)."""
+    def settle(self, most_steps: int = 16) -> None:
+        """Nobody has work: lets memory finish what it was about (frees of the last step, moves, copies to the host)."""
         for _ in range(most_steps):
             before = self._ledger.headroom()
             self.step()
-            if self._ledger.headroom() == before:
+            if self._ledger.headroom() == before and not self._carries:
                 break
 
 

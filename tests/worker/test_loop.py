@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.scheduling import FULL, Desk, make_desk
+from tests.helpers.scheduling import ALL_KINDS, FULL, Desk, make_desk
 from worker.loop import EngineLoop
 
 
@@ -83,3 +83,15 @@ def test_steps_count_only_where_something_was_computed(overlap: bool) -> None:
     loop.settle()
     assert loop.num_steps == 3
     assert sum(kind.pending_bytes for kind in desk.ledger.headroom().kinds.values()) == 0
+
+
+def test_an_idle_loop_lets_copies_to_the_host_finish() -> None:
+    desk = make_desk(ALL_KINDS, host_tier_bytes=1 << 16)
+    desk.ask("a", range(200), max_tokens=3, ignore_eos=True)
+    desk.ledger._spill._budget_bytes = 1  # a page a step
+    while desk.scheduler.has_work:
+        desk.step()
+    waiting = desk.ledger.report()["host_tier"]["waiting_pages"]
+    assert waiting > 5
+    desk.loop.settle(waiting + 2)
+    assert desk.ledger.report()["host_tier"]["waiting_pages"] == 0

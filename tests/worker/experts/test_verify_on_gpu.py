@@ -131,8 +131,8 @@ def test_a_stale_place_fails_and_is_also_found_by_the_running_check(monkeypatch:
     """Experts that come from the host are not stored, so their places still hold who was there before."""
     run: Any = paging.run_experts
 
-    def forgetful(*args: Any) -> Any:
-        return run(*args[:7], None, *args[8:])
+    def forgetful(*args: Any, **options: Any) -> Any:
+        return run(*args[:7], *(None for _ in args[7:8]), *args[8:], **options)
 
     monkeypatch.setattr(paging, "run_experts", forgetful)
     outcome, passes = verified(converted_folder("qwen3_moe", "unquantized"), 2)

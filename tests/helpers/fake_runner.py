@@ -141,11 +141,11 @@ class FakeRunner:
         self._slots: dict[int, _Slot] = {}
         self._views: dict[str, Values] = {}
         self._usable: npt.NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
-        self._place_bytes = 0
+        self.place_bytes = 0
         self._host: dict[tuple[str, int], Values] = {}
         self.num_from_host = 0
         """pages that came back from the host tier"""
-        self._tables: dict[str, npt.NDArray[np.int64]] = {}
+        self.tables: dict[str, npt.NDArray[np.int64]] = {}
 
     @property
     def figures(self) -> Mapping[str, float]:
@@ -166,10 +166,10 @@ class FakeRunner:
         """There is no device to capture on."""
 
     def attach_memory(self, specs: Sequence[PageSpec], arena_bytes: int) -> None:
-        buffer = self._buffer = np.full(arena_bytes, GARBAGE, dtype=np.uint8)
+        buffer = self.buffer = np.full(arena_bytes, GARBAGE, dtype=np.uint8)
         for spec in specs:
             if spec.kind is PageKind.EXPERT:
-                self._place_bytes = spec.page_bytes
+                self.place_bytes = spec.page_bytes
                 self._usable = np.zeros(arena_bytes // spec.page_bytes, dtype=np.bool_)
                 continue
             num_pages = arena_bytes // spec.page_bytes
@@ -177,7 +177,7 @@ class FakeRunner:
             self._views[spec.name] = np.ndarray(
                 (num_pages, spec.page_tokens), np.uint64, buffer, anchor, (spec.page_bytes, 8)
             )
-            self._tables[spec.name] = np.full(num_pages * 4, -1, dtype=np.int64)
+            self.tables[spec.name] = np.full(num_pages * 4, -1, dtype=np.int64)
 
     def run(self, plan: StepPlan) -> StepResult:
         return self.collect(self.launch(plan))
@@ -191,8 +191,12 @@ class FakeRunner:
     def launch(self, plan: StepPlan) -> StepResult:
         if self.keep_plans:
             self.plans.append(plan)
-        self._obey(plan.commands)
+        self.obey(plan.commands)
         self._scribble()
+        return self.compute(plan, self.tables)
+
+    def compute(self, plan: StepPlan, tables: Mapping[str, npt.NDArray[np.int64]]) -> StepResult:
+        """Computes a plan's rows over pages that lie where ``tables`` say."""
         check_order(plan)
         for started in plan.started:
             generated = len(started.known_token_ids) - started.num_prompt_tokens
@@ -204,7 +208,7 @@ class FakeRunner:
             assert slot.row.request == plan.requests[row], "a slot's request never started there"
             tokens = plan.token_ids[starts[row] : starts[row] + plan.query_len[row]].copy()
             tokens[tokens == -1] = slot.last_token
-            found = self._compute(plan, row, tokens)
+            found = self._compute(plan, row, tokens, tables)
             if plan.samples[row]:
                 position = int(plan.num_computed[row] + plan.query_len[row])
                 token_ids[row, 0] = self._sample(slot, found, position, plan.token_masks.get(row))
@@ -236,7 +240,13 @@ class FakeRunner:
         slot.last_token = token
         return token
 
-    def _compute(self, plan: StepPlan, row: int, tokens: npt.NDArray[np.int64]) -> list[np.uint64]:
+    def _compute(
+        self,
+        plan: StepPlan,
+        row: int,
+        tokens: npt.NDArray[np.int64],
+        tables: Mapping[str, npt.NDArray[np.int64]],
+    ) -> list[np.uint64]:
         """Writes a row's new values, then reads what its last query sees, group by group."""
         start = int(plan.num_computed[row])
         end = start + len(tokens)
@@ -247,7 +257,7 @@ class FakeRunner:
                 continue
             group = plan.groups[spec.name]
             virtual, first_page = group.tables[row], int(group.first_page[row])
-            view, table = self._views[spec.name], self._tables[spec.name]
+            view, table = self._views[spec.name], tables[spec.name]
             if spec.kind is PageKind.STATE:
                 page = table[virtual[0]]
                 state = STATE_START if start == 0 else view[page, 0]
@@ -270,14 +280,15 @@ class FakeRunner:
     def _scribble(self) -> None:
         """Experts may be anywhere in the usable places at any time."""
         for place in np.flatnonzero(self._usable).tolist():
-            self._buffer[place * self._place_bytes : (place + 1) * self._place_bytes] = GARBAGE
+            self.buffer[place * self.place_bytes : (place + 1) * self.place_bytes] = GARBAGE
 
     @property
     def num_usable_places(self) -> int:
         """Expert places that may be used now."""
         return int(self._usable.sum())
 
-    def _obey(self, commands: StepCommands) -> None:
+    def obey(self, commands: StepCommands) -> None:
+        """Carries a step's memory commands out."""
         for banned in commands.ban:
             self._usable[banned.first : banned.last] = False
         for move in commands.moves:
@@ -292,11 +303,11 @@ class FakeRunner:
             else:
                 view[copy.target] = view[copy.source]
         for update in commands.table:
-            table = self._tables[update.group]
+            table = self.tables[update.group]
             if max(update.virtual) >= len(table):
                 grown = np.full(2 * max(update.virtual) + 2, -1, dtype=np.int64)
                 grown[: len(table)] = table
-                table = self._tables[update.group] = grown
+                table = self.tables[update.group] = grown
             table[list(update.virtual)] = update.physical
         for allowed in commands.allow:
             self._usable[allowed.first : allowed.last] = True

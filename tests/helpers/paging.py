@@ -6,10 +6,12 @@ import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+
+import torch
 
 from memory.api import PlaceRange, StepCommands
 from memory.device.residency import BANNED
+from memory.device.residency_check import ResidencyCheck
 from memory.ledger.spans import merged
 from worker.api import GenerateRequest, SamplingParams
 from worker.config import WorkerConfig
@@ -103,30 +105,30 @@ def _ranges(places: set[int]) -> tuple[PlaceRange, ...]:
 def replay_poisoned(
     runner: ModelRunner, steps: Sequence[RecordedStep], arena_bytes: int
 ) -> tuple[list[StepResult], list[int]]:
-    """Like :func:`replay_steps`; before a step computes, the bytes of places banned with it are overwritten as a band
-    would, and behind it the tables are audited. Answers the results, and the places usable at each step."""
+    """Like :func:`replay_steps`; where a step's moves and copies are carried out, the bytes of the places that it bans
+    are overwritten as a band would, and behind it the tables are audited and every place is compared with its hash.
+    Answers the results, and the places usable at each step."""
     runner.attach_memory(runner.page_specs, arena_bytes)
     pager = runner.pager
     assert pager is not None
-    places = runner.arena.grids[EXPERT_GROUP]
-    begin, banned = pager.begin_step, set[int]()
+    places, apply = runner.arena.grids[EXPERT_GROUP], runner.arena.apply
 
-    def begin_step(step: int, commands: StepCommands, num_stamping: int, *uploads: Any) -> None:
-        begin(step, commands, num_stamping, *uploads)
-        usable = (pager.residency.owner != BANNED).nonzero().flatten().tolist()
-        lost = banned - set(usable)
-        banned.clear()
-        banned.update(usable)
-        for place in lost:
-            places[place] = 0xEE
+    def take_bytes(commands: StepCommands) -> None:
+        for entry in commands.ban:
+            places[entry.first : entry.last] = 0xEE
+        apply(commands)
 
-    pager.begin_step = begin_step  # type: ignore[method-assign]
+    runner.arena.apply = take_bytes  # type: ignore[method-assign]
+    hashes, size = pager.host.hashes, pager.host.block_bytes
+    check = ResidencyCheck(pager.residency, places, hashes, size)
     results, counts = [], []
     for step in steps:
         results.append(runner.run(step.plan))
-        counts.append(pager.num_places)
+        counts.append(int((pager.residency.owner != BANNED).sum()))
         problems = pager.residency.audit()
         assert problems == [], problems
+        check.check(torch.arange(len(places)))
+        assert int(check.found[0]) == 0, "a place does not hold its owner's bytes"
     return results, counts
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from memory.api import Ledger, PageSpec
 from memory.ledger.free_lists import FreeListLedger
+from tests.helpers.fake_pass import PassRunner
 from tests.helpers.fake_runner import (
     END_TOKEN_ID,
     FakeRunner,
@@ -23,7 +24,7 @@ from worker.loop import EngineLoop
 from worker.scheduling.admission import OutputForecast
 from worker.scheduling.grammars import Grammars
 from worker.scheduling.ledgers import make_ledger
-from worker.scheduling.limits import Limits
+from worker.scheduling.limits import Limits, RingRule
 from worker.scheduling.scheduler import Scheduler
 from worker.scheduling.step import StepPlan
 
@@ -150,6 +151,8 @@ def make_desk(
     forecast: OutputForecast | None = None,
     grammars: Grammars | None = None,
     host_tier_bytes: int = 0,
+    pass_tokens: int = 0,
+    ring: RingRule | None = None,
 ) -> Desk:
     """``ledger`` is one of LEDGERS; the free lists know no prefix cache."""
     arena_bytes -= arena_bytes % 128
@@ -166,8 +169,8 @@ def make_desk(
     if ledger == "free lists":
         book = FreeListLedger(specs, arena_bytes, max_running, max_step_tokens)
     else:
-        book = make_ledger(config, specs, arena_bytes)
-    runner = FakeRunner(specs)
+        book = make_ledger(config, specs, arena_bytes, chunk_tokens=pass_tokens)
+    runner = PassRunner(specs) if pass_tokens else FakeRunner(specs)
     runner.keep_plans = True
     runner.attach_memory(specs, arena_bytes)
     limits = Limits(
@@ -178,6 +181,8 @@ def make_desk(
         deterministic=deterministic,
         prefix_cache=prefix_cache,
         checkpoint_tokens=128,
+        pass_tokens=pass_tokens,
+        ring=ring,
     )
     scheduler = Scheduler(book, limits, forecast, grammars)
     loop = EngineLoop(scheduler, book, runner, overlap=overlap, audit=True)

@@ -1,0 +1,146 @@
+"""Faults of elastic expert places that the suite must notice: bans, rescues, the floor, prefill passes and rings."""
+
+from __future__ import annotations
+
+from tests.faults import Fault
+
+EXACT = (
+    "tests/worker/experts/test_elastic_exactness.py::test_forced_growth_and_shrinking_leave_the_bits[int4]"
+)
+RESCUE = "tests/memory/test_rescue.py"
+PASSES = "tests/worker/scheduling/test_prefill_passes.py"
+STAGED = "tests/worker/experts/test_prefill_passes.py"
+
+FAULTS = [
+    Fault(
+        "elastic: a place is banned when pages were already written there",
+        "worker.execution.runner",
+        old="""            self.pager.begin_step(plan.step, plan.commands, plan.num_decode_rows, self._uploads)
+        self.arena.apply(plan.commands)
+""",
+        new="""            self.arena.apply(plan.commands)
+            self.pager.begin_step(plan.step, plan.commands, plan.num_decode_rows, self._uploads)
+""",
+        tests=(EXACT,),
+    ),
+    Fault(
+        "elastic: a banned place may still be taken by a miss",
+        "memory.device.residency",
+        old="        owner.copy_(torch.where(ban, BANNED, torch.where(",
+        new="        owner.copy_(torch.where(ban, FREE, torch.where(",
+        tests=(EXACT,),
+    ),
+    Fault(
+        "rescue: over a stamped place",
+        "memory.device.residency",
+        old="torch.where((self.owner == BANNED) | (self.stamp >= self._step), torch.inf, worth)",
+        new="torch.where(self.owner == BANNED, torch.inf, worth)",
+        tests=(f"{RESCUE}::test_nothing_is_put_over_what_the_last_step_used",),
+    ),
+    Fault(
+        "rescue: into a place that is banned as well",
+        "memory.device.residency",
+        old="torch.where((self.owner == BANNED) | (self.stamp >= self._step), torch.inf, worth)",
+        new="torch.where(self.stamp >= self._step, torch.inf, worth)",
+        tests=(f"{RESCUE}::test_the_invariants_hold_over_random_steps_with_rescues[0-lfru]",),
+    ),
+    Fault(
+        "rescue: who lost the place is still read there",
+        "memory.device.rescue",
+        old="        residency.vacate(places)\n",
+        new="",
+        tests=(f"{RESCUE}::test_the_hottest_go_over_the_coldest",),
+    ),
+    Fault(
+        "rescue: published without its bytes",
+        "memory.device.rescue",
+        old="copy_pages(self._grid, source[taken], target[taken])",
+        new="pass",
+        tests=(f"{RESCUE}::test_the_hottest_go_over_the_coldest", EXACT),
+    ),
+    Fault(
+        "rescue: the coldest first",
+        "memory.device.rescue",
+        old="torch.topk(heat, self._most)",
+        new="torch.topk(torch.where(dropped >= 0, -heat, heat), self._most)",
+        tests=(f"{RESCUE}::test_the_hottest_go_over_the_coldest",),
+    ),
+    Fault(
+        "rescue: beyond its budget",
+        "memory.device.rescue",
+        old="min(budget_bytes // grid.stride(0), residency.num_places)",
+        new="residency.num_places * bool(budget_bytes)",
+        tests=(f"{RESCUE}::test_the_budget_bounds_the_copies",),
+    ),
+    Fault(
+        "ghosts: a hit counts as one",
+        "memory.device.ghosts",
+        old="self.hits += (wanted & self._ghost).sum(1)",
+        new="self.hits += wanted.sum(1)",
+        tests=("tests/memory/test_ghosts.py::test_the_last_losses_are_remembered_and_counted_when_wanted",),
+    ),
+    Fault(
+        "passes: the floor of places is broken by a ring",
+        "memory.ledger.extents",
+        old="self.usable_places() - num_places < self.floor_places",
+        new="False",
+        tests=(f"{PASSES}::test_a_ring_leaves_the_floor_of_places",),
+    ),
+    Fault(
+        "passes: pages of a pass under way are not pinned",
+        "worker.scheduling.passes",
+        old="self._pins = [self._ledger.pin(int(number)) for number in self._rows.requests[slots]]",
+        new="self._pins = [self._ledger.pin(int(number)) for number in self._rows.requests[slots][:1]]",
+        tests=(f"{PASSES}::test_pages_of_a_pass_stay_where_they_are",),
+    ),
+    Fault(
+        "passes: a row runs on beside its pass",
+        "worker.scheduling.passes",
+        old="        self._rows.held[slots] = True\n",
+        new="",
+        tests=(f"{PASSES}::test_prompts_that_wait_share_a_pass_and_streams_go_on_beside_it",),
+    ),
+    Fault(
+        "passes: a checkpoint is taken of what is not computed yet",
+        "worker.scheduling.prefixes",
+        old=" & ~rows.leaving & ~rows.held & ",
+        new=" & ~rows.leaving & ",
+        tests=(f"{PASSES}::test_random_loads_in_too_little_memory_get_the_right_answers",),
+    ),
+    Fault(
+        "passes: the ring is given back while it is read",
+        "worker.scheduling.passes",
+        old="        self._ring = self._take_ring()\n        return self._ring\n",
+        new="        ring = self._take_ring()\n        if ring is not None:\n"
+        "            self._ledger.return_ring(ring)\n        return ring\n",
+        tests=(f"{PASSES}::test_prompts_that_wait_share_a_pass_and_streams_go_on_beside_it",),
+    ),
+    Fault(
+        "passes: the ring's halves are one",
+        "worker.experts.pass_ring",
+        old="range(first + size, first + 2 * size))",
+        new="range(first, first + size))",
+        tests=(f"{STAGED}::test_passes_give_the_bits_of_residency[int4]",),
+    ),
+    Fault(
+        "passes: a half is filled before its layer was computed",
+        "worker.experts.pass_ring",
+        old="        held = self._held[row % 2]\n        return",
+        new="        held = self._held[row % 2].clone()\n        self.done(row)\n        return",
+        tests=(f"{STAGED}::test_passes_give_the_bits_of_residency[int4]",),
+    ),
+    Fault(
+        "passes: streams wait for the whole pass",
+        "worker.loop",
+        old="layers.advance(self._decode_s if beside_steps else None)",
+        new="layers.advance(None)",
+        tests=(f"{PASSES}::test_prompts_that_wait_share_a_pass_and_streams_go_on_beside_it",),
+    ),
+    Fault(
+        "passes: prompts stamp and page",
+        "worker.experts.pager",
+        old="        if self._ring is not None:\n            return self._run_pass(",
+        new="        if self._ring is not None and row < 0:\n            return self._run_pass(",
+        tests=(f"{STAGED}::test_the_ring_brings_what_is_missing_and_is_given_back",),
+    ),
+]

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels._reference.attention import PagedRows
+from kernels._triton.overlap import overlaps
 
 LOG2E = tl.constexpr(1.4426950408889634)
 SPLIT_TOKENS = 256
@@ -119,8 +121,11 @@ def _attend(
     ks_page, ks_token, ks_head, vs_page, vs_token, vs_head,
     SPREAD: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SCALE: tl.constexpr,
     PAGE: tl.constexpr, SPLIT: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr, DIM: tl.constexpr,
+    GROUP_PAD: tl.constexpr, DIM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     QUERIES: tl.constexpr = PAIRS // GROUP_PAD
     kv_head = tl.program_id(1)
     pair = tl.arange(0, PAIRS)
@@ -203,7 +208,11 @@ def _attend(
 def _add_splits(
     partial, stats, sinks, out, kv_len, num_splits, window, o_row, o_head,
     HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0)
     head = tl.program_id(1)
     columns = tl.arange(0, DIM)
@@ -289,7 +298,7 @@ def paged_attention(
     group = heads // kv_heads
     group_pad = triton.next_power_of_2(group)
     tile = _tile(query.dtype, dim, group_pad)
-    window, has_scale = rows.window, key_scale is not None
+    window, has_scale, overlap = rows.window, key_scale is not None, overlaps(query)
     decode = rows.num_decode_rows
     chunk_rows = rows.kv_len.shape[0] - decode
     splits = num_decode_splits(rows.max_kv_len, window, split_tokens)
@@ -309,14 +318,15 @@ def paged_attention(
         "HAS_WINDOW": window is not None, "HAS_SINKS": sinks is not None, "HAS_SCALE": has_scale, "PAGE": page_tokens,
         "SPLIT": split_tokens, "PAIRS": tile.pairs, "BLOCK": min(tile.block, split_tokens), "GROUP": group,
         "GROUP_PAD": group_pad, "DIM": dim, "num_warps": tile.num_warps, "num_stages": tile.num_stages,
-        "enable_fp_fusion": False,
+        "enable_fp_fusion": False, "OVERLAP": overlap, "launch_pdl": overlap,
     }  # fmt: skip
     if decode:
         _attend[(decode, kv_heads, splits)](*tensors, *numbers, SPREAD=True, **constants)
         _add_splits[(decode, heads)](
             partial, stats, query if sinks is None else sinks, out, rows.kv_len, splits, window or 0,
             out.stride(0), out.stride(1), HAS_WINDOW=window is not None, HAS_SINKS=sinks is not None,
-            SPLIT=split_tokens, GROUP=group, DIM=dim, num_warps=2, enable_fp_fusion=False,
+            SPLIT=split_tokens, GROUP=group, DIM=dim, OVERLAP=overlap, num_warps=2, enable_fp_fusion=False,
+            launch_pdl=overlap,
         )  # fmt: skip
     if chunk_rows:
         tiles = (query.shape[0] - decode) // (tile.pairs // group_pad) + chunk_rows

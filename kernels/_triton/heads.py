@@ -6,8 +6,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels._reference.pages import FP8_LARGEST
+from kernels._triton.overlap import overlaps
 
 
 @triton.jit
@@ -29,8 +31,11 @@ def _store_heads(
     num_heads, num_kv_heads, row_stride, w_head, c_row, s_row,
     k_page, k_token, k_head, v_page, v_token, v_head, ks_page, ks_token, ks_head, vs_page, vs_token, vs_head, eps,
     NORMED: tl.constexpr, QUANTIZE: tl.constexpr, LARGEST: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    HALF: tl.constexpr,
+    HALF: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     column = tl.arange(0, DIM_PAD)
@@ -92,7 +97,7 @@ def store_heads(
     if tokens == 0:
         return query
     key_scales, value_scales = (query, query) if scales is None else scales
-    none = (0, 0, 0)
+    none, overlap = (0, 0, 0), overlaps(heads)
     per_head = 0 if weight is None or weight.dim() == 1 else weight.stride(0)
     _store_heads[(tokens, total)](
         heads, heads if weight is None else weight, cos, sin, query, key_pages, value_pages, key_scales, value_scales,
@@ -100,6 +105,6 @@ def store_heads(
         *key_pages.stride()[:3], *value_pages.stride()[:3],
         *(none if scales is None else key_scales.stride()), *(none if scales is None else value_scales.stride()), eps,
         NORMED=weight is not None, QUANTIZE=scales is not None, LARGEST=FP8_LARGEST, DIM=dim,
-        DIM_PAD=triton.next_power_of_2(dim), HALF=cos.shape[1], num_warps=1,
+        DIM_PAD=triton.next_power_of_2(dim), HALF=cos.shape[1], OVERLAP=overlap, num_warps=1, launch_pdl=overlap,
     )  # fmt: skip
     return query

@@ -5,13 +5,20 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels._triton.overlap import overlaps
 
 
 @triton.jit
 def _route(
     logits, weights, chosen, live, row_stride, experts,
     PER_TOKEN: tl.constexpr, RENORMALISE: tl.constexpr, HAS_LIVE: tl.constexpr, PAD: tl.constexpr, K_PAD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, PAD)
     real = expert < experts
@@ -52,10 +59,11 @@ def route(
         raise ValueError("rows must be contiguous")
     weights = torch.empty(tokens, experts_per_token, dtype=torch.float32, device=logits.device)
     chosen = torch.empty(tokens, experts_per_token, dtype=torch.int64, device=logits.device)
-    pad = max(16, triton.next_power_of_2(experts))
+    pad, overlap = max(16, triton.next_power_of_2(experts)), overlaps(logits)
     _route[(tokens,)](
         logits, weights, chosen, chosen if live is None else live, logits.stride(0), experts,
         PER_TOKEN=experts_per_token, RENORMALISE=renormalise, HAS_LIVE=live is not None, PAD=pad,
-        K_PAD=triton.next_power_of_2(experts_per_token), num_warps=1 if pad <= 256 else 4,
+        K_PAD=triton.next_power_of_2(experts_per_token), OVERLAP=overlap, num_warps=1 if pad <= 256 else 4,
+        launch_pdl=overlap,
     )  # fmt: skip
     return weights, chosen

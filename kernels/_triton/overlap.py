@@ -1,7 +1,8 @@
-"""Programmatic dependent launch: a kernel may begin while the one before it ends, and waits before it reads its results.
+"""Programmatic dependent launch: a kernel may begin while the one before it ends, and waits before it reads results.
 
-A kernel that is launched so calls ``gdc_wait`` ahead of its first read of what an earlier kernel wrote and of its first
-write; what it reads before are weights. It calls ``gdc_launch_dependents`` first of all, so that the next one can begin.
+A kernel that is launched so calls ``gdc_wait`` ahead of its first read of what an earlier kernel wrote and of its
+first write; what it reads before are weights. It calls ``gdc_launch_dependents`` first of all, so that the next can
+begin.
 """
 
 from __future__ import annotations

@@ -8,6 +8,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels._triton.overlap import overlaps
 
 _BLOCK = 1024
 
@@ -64,7 +67,22 @@ def l2_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 @triton.jit
-def _add_norm(x, y, weight, out, x_row, y_row, o_row, eps, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+def _add_norm(
+    x,
+    y,
+    weight,
+    out,
+    x_row,
+    y_row,
+    o_row,
+    eps,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, DIM_PAD)
     real = column < DIM
@@ -84,7 +102,7 @@ def add_norm(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, eps: float)
     if x.stride(1) != 1 or y.stride(1) != 1:
         raise ValueError("rows must be contiguous")
     out = torch.empty(rows, dim, dtype=x.dtype, device=x.device)
-    pad = triton.next_power_of_2(dim)
+    pad, overlap = triton.next_power_of_2(dim), overlaps(x)
     _add_norm[(rows,)](
         x,
         y,
@@ -96,7 +114,9 @@ def add_norm(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, eps: float)
         eps,
         DIM=dim,
         DIM_PAD=pad,
+        OVERLAP=overlap,
         num_warps=_warps(pad),
+        launch_pdl=overlap,
     )
     return out
 
@@ -214,8 +234,11 @@ def norm_rotate(
 @triton.jit
 def _gate_mul(
     gate, up, share, out, columns, g_row, u_row, s_row, o_row, limit, alpha,
-    KIND: tl.constexpr, HAS_SHARE: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, HAS_SHARE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = column < columns
@@ -241,10 +264,11 @@ def _run_gate(
     if gate.stride(1) != 1 or up.stride(1) != 1:
         raise ValueError("rows must be contiguous")
     rows, columns = gate.shape
+    overlap = overlaps(gate)
     _gate_mul[(rows, triton.cdiv(columns, _BLOCK))](
         gate, up, gate if share is None else share, out, columns, gate.stride(0), up.stride(0),
         0 if share is None else share.stride(0), out.stride(0), limit, alpha,
-        KIND=kind, HAS_SHARE=share is not None, BLOCK=_BLOCK, num_warps=4,
+        KIND=kind, HAS_SHARE=share is not None, BLOCK=_BLOCK, OVERLAP=overlap, num_warps=4, launch_pdl=overlap,
     )  # fmt: skip
     return out
 

@@ -45,17 +45,22 @@ class FlashAttention:
             return f"FlashAttention computes in {' or '.join(_DTYPES)}, not in {shape.kv_dtype}"
         if shape.head_dim > 256 or shape.head_dim % 8:
             return f"head_dim={shape.head_dim} is not a multiple of 8 up to 256"
+        if found.version == 2 and shape.window is not None and shape.window < 4 * _PAGE_TOKENS_2:
+            return f"FlashAttention 2 cannot read the small pages of a window of {shape.window}"
         if shape.has_sinks and not found.takes("s_aux"):
             return f"FlashAttention {found.version} in {found.path.name} knows no attention sinks"
         return None
 
     def plan(self, geometry: PagedGeometry, shape: AttentionShape) -> AttentionPlan:
         """Launches what turns tables to int32 and counts a window's rows from their first page."""
-        tables = geometry.tables.clamp(min=0).to(
-            torch.int32
-        )  # -1 lies behind a row's end, but nothing proves it
-        kv_len = (geometry.kv_len - geometry.first_page * geometry.page_tokens).clamp_(min=0)
         library = _library(geometry.kv_len.device)
+        if library.version == 2 and geometry.page_tokens % _PAGE_TOKENS_2:
+            raise ValueError(
+                f"FlashAttention 2 reads {_PAGE_TOKENS_2} entries at once: {geometry.page_tokens=}"
+            )
+        # -1 lies behind a row's end, but nothing says that the library does not look.
+        tables = geometry.tables.clamp(min=0).to(torch.int32)
+        kv_len = (geometry.kv_len - geometry.first_page * geometry.page_tokens).clamp_(min=0)
         schedule = library.schedule(
             {
                 **_common(shape, geometry, kv_len),
@@ -84,9 +89,12 @@ class FlashAttention:
         dtype = pages.key.dtype
         same = query.dtype == dtype
         result = out if same else torch.empty(out.shape, dtype=dtype, device=out.device)
-        _library(query.device).call(
+        library = _library(query.device)
+        library.call(
             {
                 **_common(shape, geometry, plan.kv_len),
+                # Version 2 wants one, and looks at seqused_k instead.
+                "cu_seqlens_k": geometry.query_start if library.version == 2 else None,
                 "q": query if same else query.to(dtype),
                 "k": pages.key,
                 "v": pages.value,

@@ -197,6 +197,13 @@ FAULTS = [
         (f"{_ROLLING}test_only_the_last_one_goes_to_the_host",),
     ),
     Fault(
+        "prefix: what is computed sooner is copied",
+        "memory.ledger.spill",
+        "if self._cost.span_ms(base_tokens, num_tokens) > 1e3 * num_bytes / LINK_BYTES_PER_S:",
+        "if True:",
+        ("tests/memory/test_spill.py",),
+    ),
+    Fault(
         "scheduler: an output is never offered",
         "worker.scheduling.prefixes",
         "if not rolling or outputs < OUTPUTS_A_STEP:",

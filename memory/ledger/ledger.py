@@ -100,7 +100,9 @@ class ArenaLedger:
         self._admission = Admission(self._book, max_chunk_tokens)
         self._spill = None
         if host_tier is not None and prefix_tree is not None:
-            self._spill = HostSpill(self._book, host_tier, host_budget_bytes, prefix_tree.blocks)
+            self._spill = HostSpill(
+                self._book, host_tier, host_budget_bytes, prefix_tree.blocks, prefix_tree.cost
+            )
         self._cache = PrefixCache(self._book, prefix_tree, self._spill) if prefix_tree is not None else None
         self._room = RoomMaker(self._book, self._cache)
         self._requests: dict[int, Holding] = {}

@@ -79,7 +79,8 @@ class PrefixTree:
         self, groups: Mapping[str, GroupRule], model: str = "", cost: RecomputeCost | None = None
     ) -> None:
         self.blocks = self._blocks = Blocks(groups, model)
-        self._order = EvictionOrder(self._blocks, cost or RecomputeCost())
+        self.cost = cost or RecomputeCost()
+        self._order = EvictionOrder(self._blocks, self.cost)
         self._nodes: dict[int, Node] = {}
         self._by_digest: dict[bytes, Node] = {}
         self._holdings = Holdings(self._blocks)

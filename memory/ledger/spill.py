@@ -16,10 +16,13 @@ from memory.api import LedgerError, PageCopy, PageKind
 from memory.ledger.book import PageBook
 from memory.ledger.host_tier import HostTier
 from memory.ledger.prefix_blocks import Blocks, Offer
+from memory.ledger.prices import RecomputeCost
 
 Key = tuple[bytes, int]
 """(hash of all tokens to the end of a block, the page's number inside the block); -1 for a state."""
 STATE_PAGE = -1
+LINK_BYTES_PER_S = 50e9
+"""Rate at which pages come back: a copy engine's over PCIe 5 x16, rounded down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +45,17 @@ class HostSpill:
         tier: slots in host memory; its ids are numbers given here, one per content.
         budget_bytes: most bytes copied to the host per step.
         blocks: the prefix tree's.
+        cost: of computing what could come back.
     """
 
-    def __init__(self, book: PageBook, tier: HostTier, budget_bytes: int, blocks: Blocks) -> None:
+    def __init__(
+        self, book: PageBook, tier: HostTier, budget_bytes: int, blocks: Blocks, cost: RecomputeCost
+    ) -> None:
         self.tier = tier
         self._book = book
         self._budget_bytes = budget_bytes
         self._blocks = blocks
+        self._cost = cost
         self._names = [pool.spec.name for pool in book.pools]
         self._ids: list[dict[Key, int]] = [{} for _ in book.pools]
         self._keys: list[dict[int, Key]] = [{} for _ in book.pools]
@@ -108,7 +115,7 @@ class HostSpill:
 
     def match(self, token_ids: Sequence[int], salt: str, base_tokens: int, limit: int) -> HostMatch | None:
         """The longest prefix of ``token_ids[:limit]`` that the tree's ``base_tokens`` and the host make up together;
-        None if the host adds nothing."""
+        None if the host adds nothing that is copied sooner than it is computed."""
         digests = list(self._blocks.digests(token_ids, limit, salt))
         base = base_tokens // self._blocks.tokens
         end = base
@@ -120,7 +127,9 @@ class HostSpill:
                 num_bytes = sum(
                     len(keys) * self._book.pools[group].page_bytes for group, (_, keys) in pages.items()
                 )
-                return HostMatch(end * self._blocks.tokens, num_bytes, pages)
+                num_tokens = end * self._blocks.tokens
+                if self._cost.span_ms(base_tokens, num_tokens) > 1e3 * num_bytes / LINK_BYTES_PER_S:
+                    return HostMatch(num_tokens, num_bytes, pages)
             end -= 1
         return None
 

@@ -299,7 +299,9 @@ def paged_attention(
     group_pad = triton.next_power_of_2(group)
     tile = _tile(query.dtype, dim, group_pad)
     window, has_scale, overlap = rows.window, key_scale is not None, overlaps(query)
-    decode = rows.num_decode_rows
+    reach = rows.max_kv_len if window is None else min(rows.max_kv_len, window)
+    # Rows that see no more than a split's keys are not worth a second launch.
+    decode = rows.num_decode_rows if reach > split_tokens else 0
     chunk_rows = rows.kv_len.shape[0] - decode
     splits = num_decode_splits(rows.max_kv_len, window, split_tokens)
     partial = torch.empty(decode * heads * splits, dim, dtype=torch.float32, device=query.device)

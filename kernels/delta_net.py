@@ -1,4 +1,4 @@
-"""A Gated DeltaNet layer between its products at decode: one call where fused kernels serve it."""
+"""A Gated DeltaNet layer between its products: fewer launches where fused kernels serve it."""
 
 from __future__ import annotations
 
@@ -42,3 +42,20 @@ def fused_decode(
         return delta_decode.delta_net_decode(inner, parameters, conv_pages, state_pages, page)
 
     return run
+
+
+def split_heads(
+    mixed: torch.Tensor, heads: tuple[int, int, int, int], eps: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries and keys, L2-normed per head, queries times d_k^-0.5, and values, on a GPU.
+
+    Args:
+        mixed: [tokens, channels] behind the convolution: q, k, v side by side.
+        heads: key heads, value heads, d_k, d_v.
+
+    Returns:
+        [tokens, k_heads, d_k] twice and [tokens, v_heads, d_v], contiguous, in ``dtype``.
+    """
+    from kernels._triton import delta_heads
+
+    return delta_heads.split_heads(mixed, heads, eps, dtype)

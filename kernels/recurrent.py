@@ -147,7 +147,7 @@ def delta_rule_chunks(
             :func:`delta_rule_step`, however a row is cut into steps.
 
     Returns:
-        [tokens, v_heads, d_v] float32.
+        [tokens, v_heads, d_v] float32; by fla-core bfloat16.
     """
     if query.is_cuda and decay is None:
         from kernels._triton import delta_chunks

@@ -30,7 +30,8 @@ def delta_rule_chunks(
     query_start: torch.Tensor,
     host_start: torch.Tensor,
 ) -> torch.Tensor:
-    """See :func:`kernels.recurrent.delta_rule_chunks`; products in bfloat16, states and sums in float32.
+    """See :func:`kernels.recurrent.delta_rule_chunks`; products in bfloat16, states and sums in float32, the answer in
+    bfloat16.
 
     Args:
         query_start, host_start: [rows + 1] int64, on the device and on the host.
@@ -51,4 +52,4 @@ def delta_rule_chunks(
         cu_seqlens_cpu=host_start,
     )
     state_pages.index_copy_(0, page, last.to(state_pages.dtype))
-    return out.squeeze(0).float()
+    return out.squeeze(0)

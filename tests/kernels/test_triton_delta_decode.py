@@ -8,6 +8,7 @@ import torch
 from kernels._reference import pointwise as plain_pointwise
 from kernels._reference import recurrent as plain
 from kernels._triton.delta_decode import DeltaParameters, delta_net_decode, fits
+from kernels._triton.delta_heads import split_heads
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WIDTH, PAGES = 4, 7
@@ -84,3 +85,17 @@ def test_two_launches_are_the_plain_steps(k_heads: int, v_heads: int, dim: int, 
 def test_heads_that_are_too_large_are_left_to_others() -> None:
     assert not fits(parameters(1, 1, 256, torch.float32))
     assert not fits(parameters(1, 1, 24, torch.float32))
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(16, 16), (128, 128), (24, 40)])
+def test_heads_are_split_and_normed(key_dim: int, value_dim: int) -> None:
+    torch.manual_seed(key_dim)
+    channels = 2 * 2 * key_dim + 3 * value_dim
+    mixed = torch.randn(11, channels + 5).to(DEVICE, torch.bfloat16)[:, :channels]
+    query, key, value = split_heads(mixed, (2, 3, key_dim, value_dim), 1e-6, torch.bfloat16)
+    wide = mixed.float()
+    normed = plain_pointwise.l2_norm(wide[:, : 4 * key_dim].view(11, 4, key_dim), 1e-6)
+    torch.testing.assert_close(query.float(), normed[:, :2] * key_dim**-0.5, rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(key.float(), normed[:, 2:], rtol=1e-2, atol=1e-3)
+    assert torch.equal(value.flatten(1), mixed[:, 4 * key_dim :])
+    assert all(found.is_contiguous() for found in (query, key, value))

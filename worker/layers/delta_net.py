@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.delta_net import fused_decode
+from kernels.delta_net import fused_decode, split_heads
 from kernels.linear import Linear
 from kernels.pointwise import gated_norm, l2_norm
 from kernels.recurrent import (
@@ -96,6 +96,7 @@ class DeltaNetLayer:
         self._norm = weights.norm
         self._eps = eps
         heads = (sizes.num_key_heads, sizes.num_value_heads, sizes.key_dim, sizes.value_dim)
+        self._head_sizes = heads
         # Its sums are in another order than those of rows of many tokens.
         self._fused = None
         if not deterministic:
@@ -172,7 +173,10 @@ class DeltaNetLayer:
         page, layout = context.state.chunk_page, context.state.layout
         conv_pages = context.views[self._layer, "conv"]
         mixed = causal_conv_rows(mixed, self._conv, conv_pages, page, layout)
-        query, key, value = self._heads(mixed)
+        if mixed.is_cuda and decay is None:
+            query, key, value = split_heads(mixed, self._head_sizes, _L2_EPS, torch.bfloat16)
+        else:
+            query, key, value = self._heads(mixed)
         state_pages = context.views[self._layer, "state"]
         return delta_rule_chunks(query, key, value, log_decay, beta, state_pages, page, layout, decay)
 

@@ -41,8 +41,10 @@ log = logging.getLogger(__name__)
 CPU_ARENA_BYTES = 1 << 30
 DRAIN_POLL_S = 0.01
 FLUSH_TIMEOUT_S = 20.0
-SNAPSHOT_AGE_S = 0.01
+SNAPSHOT_AGE_S = 0.02
 """While steps run, a snapshot is made at most so often; at once when a request came, ended or was sent back."""
+REPORT_AGE_S = 0.2
+"""The same for the arena's report."""
 IDLE_AUDIT_S = 1.0
 """An engine that is idle for so long proves its ledger sound, once."""
 BLOCKED_SLEEP_S = 0.001
@@ -221,7 +223,7 @@ class NativeEngine:
         return report_json(self._expert_report)
 
     def arena_report(self) -> dict[str, Any]:
-        """Bands, holes, gap, moves, prefix tree, host tier and headroom as of the last snapshot; see
+        """Bands, holes, gap, moves, prefix tree, host tier and headroom, a moment ago; see
         :func:`memory.ledger.report.report_arena`."""
         with self._changed:
             return self._arena_report
@@ -312,7 +314,7 @@ class NativeEngine:
             or self._scheduler.rows.num_running != seen.num_running
         )
         if moved or time.time() - seen.time_s > SNAPSHOT_AGE_S:
-            self._publish()
+            self._publish(moved or now - self._reported_s > REPORT_AGE_S)
         # Behind the snapshot: whoever has read a request's end finds it in the counters.
         self._streams.put_all(events)
 
@@ -340,18 +342,20 @@ class NativeEngine:
             while self._aborted:
                 events.extend(self._scheduler.abort(self._aborted.popleft()))
             if changed:
-                self._publish()  # under the lock: no snapshot may miss what it counted a moment ago
+                self._publish(True)  # under the lock: no snapshot may miss what it counted a moment ago
         self._streams.put_all(events)
         return True
 
     def _has_orders(self) -> bool:
         return bool(self._submitted or self._aborted or self._flushes)
 
-    def _publish(self) -> None:
+    def _publish(self, with_report: bool) -> None:
         snapshot = self._take_snapshot()
         if self._experts is not None:
             self._experts.trade(self._ledger, time.monotonic(), snapshot.num_running)
-        report = self._ledger.report()
+        report = self._arena_report
+        if with_report:
+            report, self._reported_s = self._ledger.report(), time.monotonic()
         with self._changed:
             self._snapshot, self._arena_report = snapshot, report
 

@@ -14,17 +14,27 @@ class RecentMean:
 
     def __init__(self, window_s: float = RATE_WINDOW_S, most: int = 256) -> None:
         self._window_s = window_s
-        self._values: deque[tuple[float, float]] = deque(maxlen=most)
+        self._most = most
+        self._values: deque[tuple[float, float]] = deque()
+        self._total = 0.0
 
     def add(self, now_s: float, value: float) -> None:
         """One more value."""
+        if len(self._values) == self._most:
+            self._drop_oldest()
         self._values.append((now_s, value))
+        self._total += value
 
     def mean(self, now_s: float) -> float:
         """The mean now."""
         while self._values and self._values[0][0] <= now_s - self._window_s:
-            self._values.popleft()
-        return sum(value for _, value in self._values) / len(self._values) if self._values else 0.0
+            self._drop_oldest()
+        return self._total / len(self._values) if self._values else 0.0
+
+    def _drop_oldest(self) -> None:
+        self._total -= self._values.popleft()[1]
+        if not self._values:  # what rounding left goes with the last value
+            self._total = 0.0
 
 
 class Statistics:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from worker.scheduling.rows import RowTable
 from worker.scheduling.step import BoolArray, IntArray
 
@@ -30,6 +28,6 @@ def check_stops(rows: RowTable, slots: IntArray, tokens: IntArray, totals: IntAr
     """
     ended = (tokens[:, None] == rows.stop_ids[slots]).any(axis=1)
     if len(rows.end_ids):
-        ended |= np.isin(tokens, rows.end_ids) & rows.heeds_eos[slots]
+        ended |= (tokens[:, None] == rows.end_ids).any(axis=1) & rows.heeds_eos[slots]
     ended &= totals > rows.min_total[slots]
     return Stops(ended, ~ended & (totals >= rows.max_total[slots]))

@@ -147,6 +147,11 @@ class Residency:
         return self._generation[:-1]
 
     @property
+    def host_address(self) -> torch.Tensor:
+        """[rows, experts], where each block lies in host memory."""
+        return self._host
+
+    @property
     def resident(self) -> torch.Tensor:
         """[rows, experts] bool."""
         return self.address != self._host

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 
@@ -17,6 +18,10 @@ class PassRing:
     Which experts are missing is decided on the device when a half is filled. Decode steps between two layers may take
     an expert in or let it go; the tables are looked up again when the layer is computed, and only what the ring holds
     is read from there. What does not fit is read where it is. The ring is banned: no expert owns its places.
+
+    On a GPU halves are filled on a stream of their own: behind the layer that read the half before, beside whatever the
+    compute stream does, and a layer waits for its half alone. Blocks come from the host store, never from a place that
+    could be let go while it is copied.
     """
 
     def __init__(self, residency: Residency, block_bytes: Sequence[int], ring: PlaceRange | None) -> None:
@@ -27,24 +32,40 @@ class PassRing:
         size = 0 if ring is None else (ring.last - ring.first) // 2
         first = 0 if ring is None else ring.first
         self._halves = (range(first, first + size), range(first + size, first + 2 * size))
-        experts = residency.address.shape[1]
-        self._held = torch.zeros(2, experts, dtype=torch.int64, device=residency.address.device)
+        device = residency.address.device
+        self._held = torch.zeros(2, residency.address.shape[1], dtype=torch.int64, device=device)
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._filled: list[torch.cuda.Event | None] = [None, None]
         for row in range(min(2, len(self._block_bytes))):
             self._fill(row)
 
     def _fill(self, row: int) -> None:
-        half = self._halves[row % 2]
-        missing = ~self._residency.resident[row]
+        side = self._side
+        if side is not None:
+            side.wait_stream(torch.cuda.current_stream(side.device))
+        with nullcontext() if side is None else torch.cuda.stream(side):
+            self._copy(row)
+            if side is not None:
+                event = torch.cuda.Event()
+                event.record(side)
+                self._filled[row % 2] = event
+
+    def _copy(self, row: int) -> None:
+        residency, half = self._residency, self._halves[row % 2]
+        missing = ~residency.resident[row]
         rank = missing.cumsum(0) - 1
         copied = missing & (rank < len(half))
-        targets = torch.where(copied, self._residency.address_of(half.start + rank), 0)
+        targets = torch.where(copied, residency.address_of(half.start + rank), 0)
         if len(half):
-            copy_blocks(self._residency.address[row], targets, self._block_bytes[row])
+            copy_blocks(residency.host_address[row], targets, self._block_bytes[row])
         self._held[row % 2] = targets
-        self._residency.counts[Lane.STAGED, row] += copied.sum()
+        residency.counts[Lane.STAGED, row] += copied.sum()
 
     def table(self, row: int) -> torch.Tensor:
         """[experts] int64: where the layer's experts are to be read now."""
+        filled = self._filled[row % 2]
+        if filled is not None:
+            torch.cuda.current_stream(self._held.device).wait_event(filled)
         held = self._held[row % 2]
         return torch.where(held > 0, held, self._residency.address[row])
 

@@ -18,17 +18,22 @@ import torch
 from benchmarks.gpu_engine import (
     GpuBench,
     copy_bytes_per_s,
+    free_beside,
     generate,
     generating,
     open_bench,
     random_prompts,
 )
 from benchmarks.report import Conditions, Report, Value, publish, report_parser
+from benchmarks.shapes import shape_folder, shape_geometry
 from benchmarks.step_profile import breakdown, heaviest, record_kernels
+from worker.advise.formats import find_format
+from worker.advise.geometry import ModelGeometry
 from worker.advise.limits import resident_step_s, share_of_limit
 
 CONTEXTS = {"1k": 1024, "8k": 8192}
 SKIPPED = 8
+GENERATED = 640
 PROFILED = 16
 PROFILER_START_S = 0.6
 
@@ -68,10 +73,9 @@ def measure(
     return row, lines
 
 
-def fits(bench: GpuBench, batch: int, context: int, num_steps: int) -> bool:
-    """Whether the arena holds so many contexts at once."""
-    need = batch * bench.geometry.request_bytes(context + num_steps + 128)
-    return need < 0.97 * bench.engine.snapshot().headroom.arena_bytes
+def need_bytes(geometry: ModelGeometry, batch: int, context: int) -> int:
+    """Arena bytes of so many contexts at once, and of what they generate while they are profiled."""
+    return int(1.05 * batch * geometry.request_bytes(context + GENERATED)) + (1 << 28)
 
 
 def main() -> None:
@@ -91,28 +95,32 @@ def main() -> None:
     notes = [f"copy bandwidth {copy_rate / 1e12:.2f} TB/s"]
     for name in options.models:
         model, _, format = name.rpartition(".")
+        geometry = shape_geometry(shape_folder(model, format))
+        available = free_beside(geometry, find_format(format))
+        cases = [(context, batch) for context in options.contexts for batch in options.batches]
+        needs = {case: need_bytes(geometry, case[1], CONTEXTS[case[0]]) for case in cases}
+        fitting = [case for case in cases if needs[case] < available]
+        notes += [f"{name}.b{b}.c{c}: does not fit the GPU" for c, b in cases if (c, b) not in fitting]
         bench = open_bench(
             model,
             format,
-            max_running=max(options.batches),
+            [batch for _, batch in fitting],
+            arena_bytes=max(needs[case] for case in fitting),
+            max_running=max(batch for _, batch in fitting),
             max_model_len=2 * max(CONTEXTS[name] for name in options.contexts),
             max_step_tokens=2048,
             deterministic=options.deterministic,
             attention_backend=options.attention_backend,
         )
         notes.append(f"{name}: started in {bench.started_s:.1f} s")
-        for context in options.contexts:
-            for batch in options.batches:
-                if not fits(bench, batch, CONTEXTS[context], options.steps):
-                    notes.append(f"{name}.b{batch}.c{context}: does not fit the arena")
-                    continue
-                label = f"{name}.b{batch}.c{context}"
-                row, lines = measure(
-                    bench, label, batch, CONTEXTS[context], copy_rate, options.steps, options.profile
-                )
-                rows.append(row)
-                print(label, {k: v if isinstance(v, str) else v and round(v, 4) for k, v in row.items()})
-                print("\n".join(lines), flush=True)
+        for context, batch in fitting:
+            label = f"{name}.b{batch}.c{context}"
+            row, lines = measure(
+                bench, label, batch, CONTEXTS[context], copy_rate, options.steps, options.profile
+            )
+            rows.append(row)
+            print({k: v if isinstance(v, str) else v and round(v, 4) for k, v in row.items()})
+            print("\n".join(lines), flush=True)
         bench.engine.close()
         del bench
         gc.collect()

@@ -31,6 +31,7 @@ from worker.models.paged import table_experts
 from worker.scheduling.step import StepPlan, StepResult
 
 COPY_BYTES = 4 << 30
+STEP_BYTES = 8 << 30
 FIRST_TOKEN_ID = 1000
 COALESCE_S = 0.02
 
@@ -78,7 +79,9 @@ class BenchmarkRunner(ModelRunner):
         claims: whether steps with prompts are claimed.
     """
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, batches: Sequence[int] = ()) -> None:
+        """``batches``: decode steps of so many rows are captured; none: of all sizes."""
+        self._batches = frozenset(batches)
         self._counting = [False]
         self._counted: list[torch.Tensor] = []
         self.claims = False
@@ -101,6 +104,12 @@ class BenchmarkRunner(ModelRunner):
         found = [n.item() for n in self._counted]
         self._counted.clear()
         return statistics.fmean(found) if found else 0.0
+
+    def capture_graphs(self, keys: list[tuple[int, int]] | None = None) -> None:
+        """Captures the sizes that are measured."""
+        if keys is None and self._batches and self.graphs is not None:
+            keys = [key for key in self.graphs.keys if key[0] in self._batches]
+        super().capture_graphs(keys)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
@@ -200,13 +209,20 @@ class GpuBench:
         return step_read_bytes(dense, shape.num_moe_layers, distinct, experts, kv) + states
 
 
-def open_bench(model: str, format: str, **settings: object) -> GpuBench:
-    """Starts an engine on the GPU; ``settings`` are those of :class:`WorkerConfig`."""
+def free_beside(geometry: ModelGeometry, format: WeightFormat) -> int:
+    """Bytes of the GPU that are left for an arena beside a model's weights and its steps."""
+    weights = geometry.dense_held_bytes(find_format("bf16")) + geometry.all_experts_bytes(format)
+    return torch.cuda.get_device_properties(0).total_memory - weights - STEP_BYTES
+
+
+def open_bench(model: str, format: str, batches: Sequence[int] = (), **settings: object) -> GpuBench:
+    """Starts an engine on the GPU; ``settings`` are those of :class:`WorkerConfig`, ``batches`` the numbers of rows
+    whose decode steps are captured (none: all sizes)."""
     folder = shape_folder(model, format)
     log, made = StepLog(), []
 
     def make_runner(config: WorkerConfig) -> BenchmarkRunner:
-        made.append(BenchmarkRunner(config))
+        made.append(BenchmarkRunner(config, batches))
         return made[0]
 
     started_s = time.perf_counter()

@@ -15,7 +15,8 @@ FAULTS = [
     Fault(
         "stale place: an evicted expert is still read from its old place",
         "memory.device.residency",
-        old="        self._flat_address.scatter_(0, lost, self._host_of(lost))\n",
+        old="lost = torch.where(evicted, old, self._rows * self._experts)\n"
+        "        self._flat_address.scatter_(0, lost, self._host_of(lost))\n",
         new="",
         tests=(f"{RESIDENCY}::test_the_invariants_hold_over_random_steps_with_bans[0-lru]",),
     ),

@@ -10,6 +10,7 @@ and once without, as clients do that drop it. On a GPU, the Qwen3.5-4B shape wit
 - ``prefix.ttft_ratio``: time to first token of a prompt of 4,096 tokens, over that of another one that begins alike;
 - ``host.restore_ratio``: the same for 8,192 tokens, over that when the arena has lost its pages and the host tier has
   them; every page that comes back is compared by hash, tokens and log-probabilities bit for bit;
+- ``host.beside_*_ms``: the step that such a prompt joins while 63 others decode, and one that a new short prompt joins;
 - ``arena.throughput_ratio``: 64 requests at once, one arena over fixed shares, in turns, ample memory;
 - ``compact_*.stall_ms``: 2 GB of pages move while 64 requests decode: how much longer than the median step the slowest
   step behind it is. ``background`` keeps to the budget of a step, ``beside`` and ``between`` do it in one step, on a
@@ -98,6 +99,7 @@ def measure_device(options: Namespace) -> tuple[dict[str, Value], Conditions]:
             _take(row, "prefix", lambda: loads.share_prefix(bench, 4096, 5))
         if "host" in parts:
             _take(row, "host", lambda: loads.restore_from_host(bench, 8192, 3))
+            _take(row, "beside", lambda: loads.restore_beside_others(bench, AT_ONCE, 8192))
         bench.close()
     if parts & {"modes", "compact"}:
         plain = replace(config, host_tier_bytes=0)

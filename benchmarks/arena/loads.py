@@ -22,6 +22,7 @@ from worker.engines.native import NativeEngine
 
 TAIL_TOKENS = 48
 """Of a prompt behind a shared prefix: a question."""
+Signal = asyncio.Event | None
 QUIET_STEPS = 40
 """Decode steps ahead of a compaction, to compare with."""
 
@@ -62,30 +63,40 @@ class Bench:
         """The device's side of it."""
         return self.runner.arena
 
-    def ask(self, prompts: Sequence[Sequence[int]], num_new: int, logprobs: bool = False) -> list[Answer]:
-        """Greedy answers of ``num_new`` tokens, all prompts at once."""
+    async def read(
+        self, prompt: Sequence[int], num_new: int, logprobs: bool = False, wait: int = 0, ready: Signal = None
+    ) -> Answer:
+        """One greedy answer of ``num_new`` tokens; ``ready`` is set behind its first ``wait`` ones."""
+        self.num_requests += 1
+        name = f"r{self.num_requests}"
         sampling = SamplingParams(
             max_tokens=num_new, temperature=0.0, ignore_eos=True, logprobs=1 if logprobs else None
         )
+        sent_s = time.perf_counter()
+        self.engine.submit(GenerateRequest(name, tuple(prompt), sampling))
+        first_s, merged = 0.0, None
+        async for event in self.engine.stream(name):
+            if event.error:
+                raise RuntimeError(event.error)
+            first_s = first_s or time.perf_counter() - sent_s
+            merged = event if merged is None else merged.merged_with(event)
+            if ready is not None and merged.num_generated >= wait:
+                ready.set()
+        assert merged is not None
+        return Answer(first_s, merged)
 
-        async def read(prompt: Sequence[int]) -> Answer:
-            self.num_requests += 1
-            name = f"r{self.num_requests}"
-            sent_s = time.perf_counter()
-            self.engine.submit(GenerateRequest(name, tuple(prompt), sampling))
-            first_s, merged = 0.0, None
-            async for event in self.engine.stream(name):
-                if event.error:
-                    raise RuntimeError(event.error)
-                first_s = first_s or time.perf_counter() - sent_s
-                merged = event if merged is None else merged.merged_with(event)
-            assert merged is not None
-            return Answer(first_s, merged)
+    def ask(self, prompts: Sequence[Sequence[int]], num_new: int, logprobs: bool = False) -> list[Answer]:
+        """Greedy answers of ``num_new`` tokens, all prompts at once."""
 
         async def all_of_them() -> list[Answer]:
-            return await asyncio.gather(*map(read, prompts))
+            return await asyncio.gather(*(self.read(prompt, num_new, logprobs) for prompt in prompts))
 
         return asyncio.run(all_of_them())
+
+    def let_copies_finish(self) -> None:
+        """Runs short requests until every page that is due has gone to the host: a few go with every step."""
+        while self.engine.arena_report()["host_tier"]["waiting_pages"]:
+            self.ask(random_prompts(1, 8, self.engine.model.vocab_size, self.num_requests), 8)
 
     def close(self) -> None:
         """Gives everything back."""
@@ -147,8 +158,7 @@ def restore_from_host(bench: Bench, num_tokens: int, repeats: int) -> dict[str, 
         [prompt] = random_prompts(1, num_tokens + TAIL_TOKENS, vocab, 77 + seed)
         [first] = bench.ask([prompt], 24, logprobs=True)
         report = bench.engine.arena_report()["host_tier"]
-        while bench.engine.arena_report()["host_tier"]["waiting_pages"]:
-            bench.ask(random_prompts(1, 8, vocab, seed), 8)  # a few pages go to the host with every step
+        bench.let_copies_finish()
         before = _hashes(bench)
         bench.engine.flush_prefix_cache()
         brought = bench.engine.arena_report()["host_tier"]["brought_back_bytes"]
@@ -175,6 +185,43 @@ def restore_from_host(bench: Bench, num_tokens: int, repeats: int) -> dict[str, 
         "host.restored_mb": came / 1e6,
         "host.pages_compared": num_pages,
         "host.mismatches": wrong,
+    }
+
+
+def restore_beside_others(bench: Bench, at_once: int, num_tokens: int) -> dict[str, float]:
+    """While all rows but one decode, a prompt comes whose ``num_tokens`` lie in the host tier, and before it one that
+    is new and as short as what must be computed of the other: seconds of the steps that they join."""
+    vocab = bench.engine.model.vocab_size
+    bench.engine.flush_prefix_cache()
+    [prompt] = random_prompts(1, num_tokens + TAIL_TOKENS, vocab, 31)
+    short = random_prompts(1, TAIL_TOKENS, vocab, 32)[0]
+    bench.ask([prompt], 8)
+    bench.let_copies_finish()
+    bench.engine.flush_prefix_cache()
+    rows = random_prompts(at_once - 1, 64, vocab, 33)
+
+    async def run() -> Answer:
+        ready = asyncio.Event()
+        first, *others = rows
+        tasks = [asyncio.create_task(bench.read(first, 5 * QUIET_STEPS, wait=QUIET_STEPS, ready=ready))]
+        tasks += [asyncio.create_task(bench.read(other, 5 * QUIET_STEPS)) for other in others]
+        await ready.wait()
+        await bench.read(short, QUIET_STEPS)
+        answer = await bench.read(prompt, QUIET_STEPS)
+        await asyncio.gather(*tasks)
+        return answer
+
+    bench.log.steps.clear()
+    answer = asyncio.run(run())
+    if answer.num_cached < num_tokens // 64 * 64:
+        raise RuntimeError(f"only {answer.num_cached} of {num_tokens} tokens came back")
+    gaps = [(step, step.at_s - before.at_s) for before, step in pairwise(bench.log.steps)]
+    joined = [gap for step, gap in gaps if 0 < step.num_prompt <= TAIL_TOKENS][-2:]
+    return {
+        "host.beside_decode_step_ms": 1e3
+        * statistics.median(gap for step, gap in gaps if not step.num_prompt),
+        "host.beside_short_step_ms": 1e3 * joined[0],
+        "host.beside_restore_step_ms": 1e3 * joined[1],
     }
 
 

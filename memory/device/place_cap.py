@@ -22,6 +22,10 @@ class PlaceCap:
         """Places the device may use."""
         return total(self._used)
 
+    def lower(self, limit: int) -> None:
+        """At most ``limit`` places from the next update on."""
+        self._limit = limit if self._limit is None else min(self._limit, limit)
+
     def update(
         self, ban: Sequence[PlaceRange], allow: Sequence[PlaceRange]
     ) -> tuple[tuple[PlaceRange, ...], tuple[PlaceRange, ...]]:
@@ -30,6 +34,8 @@ class PlaceCap:
         self._allowed = merged([*without(self._allowed, banned), *((r.first, r.last) for r in allow)])
         before = self._used
         used = common(before, self._allowed)
+        if self._limit is not None and total(used) > self._limit:
+            used = merged(_middles(used, self._limit))
         spare = without(self._allowed, used)
         left = None if self._limit is None else self._limit - total(used)
         used = merged([*used, *_middles(spare, left)])

@@ -224,3 +224,13 @@ def test_a_cap_keeps_so_many_places_in_use_from_the_middle_of_what_is_allowed() 
     free = PlaceCap(None)
     assert free.update([], [PlaceRange(1, 4)]) == ((), (PlaceRange(1, 4),))
     assert free.num_places == 3
+
+
+def test_a_cap_that_is_lowered_bans_what_lies_outside_the_middle_and_is_never_raised() -> None:
+    cap = PlaceCap(None)
+    cap.update([], [PlaceRange(0, 10)])
+    cap.lower(4)
+    assert cap.update([], []) == ((PlaceRange(0, 3), PlaceRange(7, 10)), ())
+    cap.lower(6)
+    assert cap.update([], []) == ((), ())
+    assert cap.num_places == 4

@@ -78,8 +78,8 @@ class ExpertPager:
         return self._cap.num_places
 
     def limit_places(self, num_places: int) -> None:
-        """Caps the places in use; before the first step."""
-        self._cap = PlaceCap(num_places)
+        """Caps the places in use from the next step on, never raising an earlier cap."""
+        self._cap.lower(num_places)
 
     def attach(self, grid: torch.Tensor) -> None:
         """Takes the arena's expert grid, [places, place_bytes] uint8."""

@@ -1,4 +1,4 @@
-"""The fused decision against the tensor operations, step by step: same tables, same answers, whatever happened before."""
+"""The fused decision against the tensor operations, step by step: same tables and answers, whatever went before."""
 
 from __future__ import annotations
 

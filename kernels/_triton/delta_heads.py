@@ -39,7 +39,7 @@ def _split_heads(
         real = here[:, None] & (column < VALUE_DIM)[None, :]
         head = unit - 2 * key_heads
         first = 2 * key_heads * KEY_DIM + head * VALUE_DIM
-        row = tl.load(source + first + column[None, :], mask=real, other=0.0)
+        row = tl.load(source + first + column[None, :], mask=real, other=0.0).to(tl.float32)
         at = (token[:, None] * value_heads + head) * VALUE_DIM + column[None, :]
         tl.store(value + at, row.to(value.dtype.element_ty), mask=real)
 

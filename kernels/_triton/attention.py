@@ -230,7 +230,7 @@ def _add_splits(
         total += 1.0
     acc = tl.zeros([DIM], tl.float32)
     base = (row * (tl.num_programs(1) // GROUP) + head // GROUP).to(tl.int64) * num_splits
-    for slot in range(0, used):
+    for slot in tl.range(0, used, num_stages=6):  # the next splits are on their way meanwhile
         at = (base + slot) * GROUP + head % GROUP
         theirs = tl.load(stats + at * 2)
         share = tl.load(stats + at * 2 + 1)

@@ -17,7 +17,7 @@ def _move_pages(
     HAS_SOURCES: tl.constexpr, HAS_TARGETS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Page ``sources[i]`` of one grid to page ``targets[i]`` of another; without a list, page i itself."""
-    pair = tl.program_id(0)
+    pair = tl.program_id(1)  # a launch's second dimension is the short one, and a page may have many blocks
     first = pair.to(tl.int64)
     second = first
     if HAS_SOURCES:
@@ -26,7 +26,7 @@ def _move_pages(
         second = tl.load(targets + pair)
     if (first < 0) | (second < 0):
         return
-    word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = word < page_words
     value = tl.load(source + first * source_stride + word, mask=inside, other=0)
     tl.store(target + second * target_stride + word, value, mask=inside)
@@ -45,7 +45,7 @@ def copy_pages(grid: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor)
     words = grid.view(torch.int64)
     size, block = words.shape[1], COPY_BLOCK_BYTES // 8
     held = torch.empty(count, size, dtype=torch.int64, device=grid.device)
-    launch = (count, triton.cdiv(size, block))
+    launch = (triton.cdiv(size, block), count)
     _move_pages[launch](
         words, held, sources, sources, size, words.stride(0), size,
         HAS_SOURCES=True, HAS_TARGETS=False, BLOCK=block, num_warps=8,
@@ -77,10 +77,10 @@ def move_pages(grid: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor)
 
 @triton.jit
 def _zero_pages(grid, pages, page_words, stride, BLOCK: tl.constexpr):
-    page = tl.load(pages + tl.program_id(0))
+    page = tl.load(pages + tl.program_id(1))
     if page < 0:
         return
-    word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(grid + page * stride + word, tl.zeros([BLOCK], tl.int64), mask=word < page_words)
 
 
@@ -90,7 +90,7 @@ def zero_pages(grid: torch.Tensor, pages: torch.Tensor) -> None:
         return
     words = grid.view(torch.int64)
     block = COPY_BLOCK_BYTES // 8
-    _zero_pages[(pages.numel(), triton.cdiv(words.shape[1], block))](
+    _zero_pages[(triton.cdiv(words.shape[1], block), pages.numel())](
         words, pages, words.shape[1], words.stride(0), BLOCK=block, num_warps=8
     )
 

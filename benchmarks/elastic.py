@@ -215,7 +215,7 @@ def make_setup(options: argparse.Namespace) -> Setup:
     return Setup(config, phases, prompt, options.link_mb_per_s * 1e6 if on_cpu else 0.0)
 
 
-def parse() -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = report_parser(__doc__)
     parser.add_argument("--model", default="demo", help="demo, or a shipped shape with random weights")
@@ -235,7 +235,7 @@ def parse() -> argparse.Namespace:
         "--prefill", default="1024,4096", help="prompts whose first token is timed; empty: none"
     )
     parser.add_argument("--no-replay", action="store_true", help="do not count wrong tokens")
-    found: argparse.Namespace = parser.parse_args()
+    found: argparse.Namespace = parser.parse_args(arguments)
     return found
 
 
@@ -265,7 +265,8 @@ class Prefills:
 def time_prefills(setup: Setup, lengths: Sequence[int], expert_bytes: int) -> Prefills:
     """All lengths on one engine with ``expert_bytes`` of places, an arena that holds them beside the longest prompt."""
     recorder = Recorder(keep=False)
-    config = replace(setup.config, expert_bytes=expert_bytes, prefix_cache=False)
+    arena_bytes = setup.config.arena_bytes + expert_bytes
+    config = replace(setup.config, expert_bytes=expert_bytes, arena_bytes=arena_bytes, prefix_cache=False)
     with closing(open_engine(setup, config, recorder)) as engine:
         assert recorder.runner is not None
         pager = recorder.runner.pager
@@ -315,9 +316,9 @@ def conditions_of(options: argparse.Namespace, setup: Setup) -> Conditions:
     )
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measures and publishes."""
-    options = parse()
+    options = parse(arguments)
     setup = make_setup(options)
     fixed = [int(part) for part in options.fixed.split(",") if part]
     elastic = run_phases(setup, setup.config, keep=not options.no_replay)

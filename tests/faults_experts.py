@@ -17,7 +17,7 @@ FAULTS = [
         "memory.device.residency",
         old="lost = torch.where(evicted, old, self._rows * self._experts)\n"
         "        self._flat_address.scatter_(0, lost, self._host_of(lost))\n",
-        new="",
+        new="lost = torch.where(evicted, old, self._rows * self._experts)\n",
         tests=(f"{RESIDENCY}::test_the_invariants_hold_over_random_steps_with_bans[0-lru]",),
     ),
     Fault(

@@ -7,6 +7,7 @@ import torch
 
 from kernels._reference import sampling as plain
 from kernels._triton import sampling
+from kernels.sampling import greedy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = [(6, 300), (2, 5000)] if DEVICE == "cpu" else [(6, 300), (64, 151_936), (3, 40_000)]
@@ -73,3 +74,12 @@ def test_filters_keep_what_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
         assert kept(shares, p=0.76) == {1, 2, 3}
         assert kept(shares, k=3) == {1, 2, 3}
     assert kept([-torch.inf, 1.0, -torch.inf], k=2, p=0.9) == {1}
+
+
+def test_the_likeliest_token_is_the_lowest_of_equals() -> None:
+    logits = torch.zeros(4, 151_936, device=DEVICE)
+    logits[1, [150_000, 60, 6000]] = 1.0
+    logits[2, 151_935] = 1.0
+    logits[3] = -torch.inf
+    logits[3, [5000, 4999]] = -3.0
+    assert greedy(logits).tolist() == [0, 60, 151_935, 4999]

@@ -40,18 +40,30 @@ def _geometry(counts: list[int], length: int) -> PagedGeometry:
     )
 
 
-def measure(backend: AttentionBackend, counts: list[int], length: int) -> float:
+def _layers(num_pages: int, fp8: bool) -> list[KvPages]:
+    """Pages of random keys and values, several layers in each."""
+    store = torch.randn(num_pages, 2 * LAYERS, PAGE_TOKENS, 4, 128, device="cuda", dtype=torch.bfloat16)
+    if not fp8:
+        return [KvPages(store[:, 2 * layer], store[:, 2 * layer + 1]) for layer in range(LAYERS)]
+    packed = store.mul_(100).to(torch.float8_e4m3fn)
+    scales = torch.full(store.shape[:-1], 0.01, device="cuda")
+    return [
+        KvPages(packed[:, first], packed[:, first + 1], scales[:, first], scales[:, first + 1])
+        for first in range(0, 2 * LAYERS, 2)
+    ]
+
+
+def measure(backend: AttentionBackend, counts: list[int], length: int, fp8: bool = False) -> float:
     """Seconds of one layer."""
     geometry = _geometry(counts, length)
-    pages = geometry.tables.numel()
-    store = torch.randn(pages, 2 * LAYERS, PAGE_TOKENS, 4, 128, device="cuda", dtype=torch.bfloat16)
+    held = _layers(geometry.tables.numel(), fp8)
     query = torch.randn(sum(counts), 32, 128, device="cuda", dtype=torch.bfloat16)
     out = torch.empty_like(query)
 
     def layers() -> None:
         plan = backend.plan(geometry, SHAPE)
-        for layer in range(LAYERS):
-            backend.run(plan, query, KvPages(store[:, 2 * layer], store[:, 2 * layer + 1]), None, out)
+        for pages in held:
+            backend.run(plan, query, pages, None, out)
 
     if not backend.capturable:
         return median_s(layers, 5) / LAYERS
@@ -79,12 +91,13 @@ def main() -> None:
         if (reason := backend.unusable_reason(SHAPE, device)) is not None:
             notes.append(f"{name} is not usable: {reason}")
             continue
-        for batch, length in DECODE:
-            seconds = measure(backend, [1] * batch, length)
-            rate = batch * length * 2 * 4 * 128 * 2 / seconds
-            rows.append(
-                {"case": f"{name}.decode.b{batch}.{length}", "us": 1e6 * seconds, "share": rate / copy}
-            )
+        for fp8 in (False, True) if name == "triton" else (False,):
+            for batch, length in DECODE:
+                seconds = measure(backend, [1] * batch, length, fp8)
+                bytes_per_head = 128 + 4 if fp8 else 256
+                rate = batch * length * 2 * 4 * bytes_per_head / seconds
+                case = f"{name}{'.fp8' if fp8 else ''}.decode.b{batch}.{length}"
+                rows.append({"case": case, "us": 1e6 * seconds, "share": rate / copy})
         for count, length in PREFILL:
             seconds = measure(backend, [count], length)
             pairs = count * (length - count) + count * (count + 1) / 2

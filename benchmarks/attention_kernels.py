@@ -45,8 +45,8 @@ def _layers(num_pages: int, fp8: bool) -> list[KvPages]:
     store = torch.randn(num_pages, 2 * LAYERS, PAGE_TOKENS, 4, 128, device="cuda", dtype=torch.bfloat16)
     if not fp8:
         return [KvPages(store[:, 2 * layer], store[:, 2 * layer + 1]) for layer in range(LAYERS)]
-    packed = store.mul_(100).to(torch.float8_e4m3fn)
-    scales = torch.full(store.shape[:-1], 0.01, device="cuda")
+    packed = store.mul_(50).to(torch.float8_e4m3fn)
+    scales = torch.full(store.shape[:-1], 0.02, device="cuda")
     return [
         KvPages(packed[:, first], packed[:, first + 1], scales[:, first], scales[:, first + 1])
         for first in range(0, 2 * LAYERS, 2)

@@ -17,6 +17,7 @@ import torch
 
 from benchmarks.gpu_engine import (
     GpuBench,
+    arena_for,
     copy_bytes_per_s,
     free_beside,
     generate,
@@ -28,12 +29,12 @@ from benchmarks.report import Conditions, Report, Value, publish, report_parser
 from benchmarks.shapes import shape_folder, shape_geometry
 from benchmarks.step_profile import breakdown, heaviest, record_kernels
 from worker.advise.formats import find_format
-from worker.advise.geometry import ModelGeometry
 from worker.advise.limits import resident_step_s, share_of_limit
 
 CONTEXTS = {"1k": 1024, "8k": 8192}
 SKIPPED = 8
 GENERATED = 640
+"""Most tokens that a row generates, while it is profiled."""
 PROFILED = 16
 PROFILER_START_S = 0.6
 
@@ -73,11 +74,6 @@ def measure(
     return row, lines
 
 
-def need_bytes(geometry: ModelGeometry, batch: int, context: int) -> int:
-    """Arena bytes of so many contexts at once, and of what they generate while they are profiled."""
-    return int(1.05 * batch * geometry.request_bytes(context + GENERATED)) + (1 << 28)
-
-
 def main() -> None:
     """Measures and publishes."""
     parser = report_parser(__doc__)
@@ -98,7 +94,7 @@ def main() -> None:
         geometry = shape_geometry(shape_folder(model, format))
         available = free_beside(geometry, find_format(format))
         cases = [(context, batch) for context in options.contexts for batch in options.batches]
-        needs = {case: need_bytes(geometry, case[1], CONTEXTS[case[0]]) for case in cases}
+        needs = {(c, b): arena_for(geometry, b, CONTEXTS[c] + GENERATED) for c, b in cases}
         fitting = [case for case in cases if needs[case] < available]
         notes += [f"{name}.b{b}.c{c}: does not fit the GPU" for c, b in cases if (c, b) not in fitting]
         bench = open_bench(

@@ -209,6 +209,11 @@ class GpuBench:
         return step_read_bytes(dense, shape.num_moe_layers, distinct, experts, kv) + states
 
 
+def arena_for(geometry: ModelGeometry, requests: int, tokens: int) -> int:
+    """Arena bytes of so many requests of so many tokens at once, with some to spare."""
+    return int(1.05 * requests * geometry.request_bytes(tokens)) + (1 << 28)
+
+
 def free_beside(geometry: ModelGeometry, format: WeightFormat) -> int:
     """Bytes of the GPU that are left for an arena beside a model's weights and its steps."""
     weights = geometry.dense_held_bytes(find_format("bf16")) + geometry.all_experts_bytes(format)

@@ -17,6 +17,7 @@ from itertools import pairwise
 
 from benchmarks.gpu_engine import (
     GpuBench,
+    arena_for,
     copy_bytes_per_s,
     matrix_flops,
     open_bench,
@@ -25,7 +26,7 @@ from benchmarks.gpu_engine import (
 )
 from benchmarks.prefill_speed import prefill_flops
 from benchmarks.report import Conditions, Report, Value, publish, report_parser
-from benchmarks.shapes import shape_config
+from benchmarks.shapes import shape_config, shape_folder, shape_geometry
 from benchmarks.step_profile import breakdown, heaviest, record_kernels
 from worker.advise.limits import distinct_experts, resident_step_s
 from worker.api import GenerateRequest, SamplingParams
@@ -180,9 +181,11 @@ def main() -> None:
     for name in options.models:
         model, _, format = name.rpartition(".")
         facts = shape_config(model, format)
+        geometry = shape_geometry(shape_folder(model, format))
         bench = open_bench(
             model,
             format,
+            arena_bytes=arena_for(geometry, 2 * options.concurrency, options.prompt + options.output),
             max_running=options.concurrency,
             max_model_len=2 * (options.prompt + options.output),
             max_step_tokens=options.step_tokens,

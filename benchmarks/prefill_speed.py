@@ -15,9 +15,9 @@ from collections.abc import Mapping
 import torch
 
 from benchmarks.cpu_engine import run_prompts
-from benchmarks.gpu_engine import GpuBench, matrix_flops, open_bench, random_prompts
+from benchmarks.gpu_engine import GpuBench, arena_for, matrix_flops, open_bench, random_prompts
 from benchmarks.report import Conditions, Report, Value, publish, report_parser
-from benchmarks.shapes import shape_config
+from benchmarks.shapes import shape_config, shape_folder, shape_geometry
 from benchmarks.step_profile import breakdown, heaviest, record_kernels
 from memory.api import PageKind
 from worker.advise.geometry import ModelGeometry
@@ -80,9 +80,12 @@ def main() -> None:
         model, _, format = name.rpartition(".")
         facts = shape_config(model, format)
         most = max(options.tokens)
+        geometry = shape_geometry(shape_folder(model, format))
         bench = open_bench(
             model,
             format,
+            [1],
+            arena_bytes=arena_for(geometry, 4, most),
             max_running=4,
             max_model_len=2 * most,
             max_step_tokens=most,

@@ -16,6 +16,7 @@ import time
 from benchmarks.cpu_engine import run_prompts
 from benchmarks.gpu_engine import (
     GpuBench,
+    arena_for,
     copy_bytes_per_s,
     generate,
     generating,
@@ -25,7 +26,7 @@ from benchmarks.gpu_engine import (
 from benchmarks.prefill_speed import prefill_flops
 from benchmarks.replay.rates import DENSE_FLOPS_PER_S
 from benchmarks.report import Conditions, Report, publish, report_parser
-from benchmarks.shapes import shape_config
+from benchmarks.shapes import shape_config, shape_folder, shape_geometry
 from benchmarks.step_profile import Kernel, part_of, record_kernels
 from worker.advise.formats import find_format
 
@@ -64,10 +65,16 @@ def main() -> None:
     """Measures and publishes."""
     options = report_parser(__doc__).parse_args()
     copy_rate = copy_bytes_per_s()
+    facts, geometry = shape_config(MODEL, FORMAT), shape_geometry(shape_folder(MODEL, FORMAT))
     bench = open_bench(
-        MODEL, FORMAT, max_running=ROWS, max_model_len=2 * LONG, max_step_tokens=PREFILL_TOKENS
+        MODEL,
+        FORMAT,
+        [1, ROWS],
+        arena_bytes=arena_for(geometry, ROWS, LONG + 1024),
+        max_running=ROWS,
+        max_model_len=2 * LONG,
+        max_step_tokens=PREFILL_TOKENS,
     )
-    facts, geometry = shape_config(MODEL, FORMAT), bench.geometry
     run_prompts(bench.engine, random_prompts(1, PREFILL_TOKENS, bench.vocab_size), 1)
     for _ in range(5):
         run_prompts(bench.engine, random_prompts(1, PREFILL_TOKENS, bench.vocab_size), 1)

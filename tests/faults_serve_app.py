@@ -187,4 +187,25 @@ FAULTS = [
         new="encode_basestring(text)",
         tests=("tests/serve_app/test_events.py::test_a_template_makes_the_event_that_encoding_it_would",),
     ),
+    Fault(
+        "trunk: a Router that ends leaves its trunks open",
+        "serve_app.deployments.trunk_reader",
+        old="in list(self._trunks.items()):\n            self._close",
+        new="in ():\n            self._close",
+        tests=(f"{TRUNK}::test_a_router_that_ends_closes_its_trunks_at_once",),
+    ),
+    Fault(
+        "trunk: the call of an ended stream is cancelled",
+        "serve_app.deployments.trunk_reader",
+        old="            self._seat.end_call(self._call)\n",
+        new="            self._seat.leave()\n            await self._call.aclose()\n",
+        tests=(f"{TRUNK}::test_the_call_of_an_ended_stream_is_read_to_its_end_and_not_cancelled",),
+    ),
+    Fault(
+        "requests that wait for their first token slow the others down",
+        "serve_app.deployments.engine_server",
+        old="interval_s(len(self._flowing), self._coalescing)",
+        new="interval_s(self.num_streams, self._coalescing)",
+        tests=(f"{TRUNK}::test_requests_that_wait_for_their_first_token_slow_nobody_down",),
+    ),
 ]

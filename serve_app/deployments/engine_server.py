@@ -25,6 +25,7 @@ class EngineServer:
         self.engine = engine
         self._coalescing = coalescing
         self.num_streams = 0
+        self._flowing: set[str] = set()
         self._leaving: set[asyncio.Future[None]] = set()
         self._trunks: dict[str, OutgoingTrunk] = {}
         self._draining: asyncio.Future[int] | None = None
@@ -49,6 +50,7 @@ class EngineServer:
         try:
             yield Accepted(self.engine.snapshot())
             async for event in events:
+                self._flowing.add(request.request_id)
                 if event.finish_reason is not None:
                     yield self._last_item(request, event)
                     return
@@ -66,6 +68,7 @@ class EngineServer:
                 await asyncio.sleep(self._interval_s())
         finally:
             self.num_streams -= 1
+            self._flowing.discard(request.request_id)
             self._callers.ended(request.request_id)
             # Aborts the request if its end has not been read.
             await cast("Any", events).aclose()
@@ -95,7 +98,8 @@ class EngineServer:
         return len(requests)
 
     def _interval_s(self) -> float:
-        return interval_s(self.num_streams, self._coalescing)
+        # Those that wait for their first token send nothing.
+        return interval_s(len(self._flowing), self._coalescing)
 
     def _last_item(self, request: GenerateRequest, last: TokenEvent) -> StreamItem:
         """A request's last event, or the refusal that it stands for."""

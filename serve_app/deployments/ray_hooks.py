@@ -66,6 +66,10 @@ class PinnedCalls:
         call = PinnedStream(in_fresh_context(lambda: generate.remote(replica_id, request, seat.place)))
         return SeatedStream(call, seat)
 
+    def close(self) -> None:
+        """Closes what no request holds; the Router is about to end."""
+        self._trunks.close()
+
     def _trunk(self, replica_id: str, trunk_id: str) -> PinnedStream:
         return PinnedStream(in_fresh_context(lambda: self._worker.trunk.remote(replica_id, trunk_id)))
 

@@ -59,7 +59,8 @@ class Router:
     async def __init__(self, args: RouterArgs, *workers: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
         configure_logging(args.log_level)
         self._name = ray_hooks.own_replica_id()
-        services = [_service(model, worker) for model, worker in zip(args.models, workers, strict=True)]
+        self._calls = [ray_hooks.PinnedCalls(worker) for worker in workers]
+        services = [_service(model, calls) for model, calls in zip(args.models, self._calls, strict=True)]
         self._backend = RouterBackend(services)
         keys = KeyRing(Path(args.api_keys_file)) if args.api_keys_file else None
         # HAProxy does not say whom it speaks for: behind it, everybody would be on this machine.
@@ -80,9 +81,14 @@ class Router:
         self._backend.report(report)
         return self._name
 
+    async def __del__(self) -> None:
+        # Serve calls and awaits this at the end of a replica. Workers would wait for what is left open.
+        for calls in self._calls:
+            calls.close()
 
-def _service(args: ModelArgs, worker: DeploymentHandle[Any]) -> ModelService:
-    dispatcher = Dispatcher(args.dispatch, Placement(args.placement), ray_hooks.PinnedCalls(worker))
+
+def _service(args: ModelArgs, calls: ray_hooks.PinnedCalls) -> ModelService:
+    dispatcher = Dispatcher(args.dispatch, Placement(args.placement), calls)
     return ModelService(served_model(args), dispatcher)
 
 

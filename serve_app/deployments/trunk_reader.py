@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
-from serve_app.deployments.protocol import StreamItem
+from serve_app.deployments.protocol import Refused, StreamItem
 from serve_app.deployments.trunk import Moved, SeatPlace, decode, new_trunk_id
 from serve_app.http.errors import WorkerLost
 from worker.api import TokenEvent, merged_events
@@ -95,6 +95,11 @@ class Seat:
         """What still comes is dropped; may be called twice."""
         self._trunk.leave(self.place.number)
 
+    def end_call(self, call: RequestCall) -> None:
+        """The last item was read: ends the request's own call, too."""
+        self.leave()
+        self._trunk.end_call(call)
+
     def _wake(self) -> None:
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
@@ -116,6 +121,7 @@ class _Trunk:
         self._seats: dict[int, Seat] = {}
         self._on_idle = on_idle
         self._idle_timer: asyncio.TimerHandle | None = None
+        self._ending: set[asyncio.Task[None]] = set()
 
     def seat(self, request_id: str) -> Seat:
         """A new seat."""
@@ -131,6 +137,12 @@ class _Trunk:
         if self._seats.pop(number, None) is not None and not self._seats:
             self._idle_timer = asyncio.get_running_loop().call_later(IDLE_S, self._on_idle, self)
 
+    def end_call(self, call: RequestCall) -> None:
+        """Reads a call whose stream has ended here to its own end. Nobody waits for that, and cancelling it would be
+        one more call, and count as a cancelled request."""
+        self._ending.add(task := asyncio.create_task(_read_end(call)))
+        task.add_done_callback(self._ending.discard)
+
     def take(self, message: bytes) -> None:
         """Hands a message to the seats; what is for a seat that was left is dropped."""
         for number, said, num_generated in decode(message):
@@ -143,6 +155,16 @@ class _Trunk:
         """Ends all seats."""
         for seat in self._seats.values():
             seat.fail(failure)
+
+
+async def _read_end(call: RequestCall) -> None:
+    try:
+        async with asyncio.timeout(END_S):
+            await anext(call, None)
+    except Exception:
+        logger.debug("the call of an ended stream failed", exc_info=True)
+    finally:
+        await call.aclose()
 
 
 class Trunks:
@@ -169,6 +191,11 @@ class Trunks:
             reading = self._home.copy().run(asyncio.create_task, self._read(replica_id, trunk))
             trunk.reading = reading
         return trunk.seat(request_id)
+
+    def close(self) -> None:
+        """Closes all trunks; what has a seat there ends with WorkerLost."""
+        for replica_id, trunk in list(self._trunks.items()):
+            self._close(replica_id, trunk)
 
     def _close(self, replica_id: str, trunk: _Trunk) -> None:
         self._forget(replica_id, trunk)
@@ -197,6 +224,10 @@ class Trunks:
             await call.aclose()
 
 
+def _is_last(item: StreamItem) -> bool:
+    return item.finish_reason is not None if isinstance(item, TokenEvent) else isinstance(item, Refused)
+
+
 class SeatedStream:
     """A request's items, from its own call and then from its seat; a
     :class:`serve_app.deployments.protocol.ReplicaStream`."""
@@ -206,32 +237,30 @@ class SeatedStream:
         self._seat = seat
         self._moved = False
         self._ended = False
+        self._closed = False
 
     def __aiter__(self) -> SeatedStream:
         return self
 
     async def __anext__(self) -> StreamItem:
-        if self._ended:
+        if self._ended or self._closed:
             raise StopAsyncIteration
-        if not self._moved:
-            item = await anext(self._call)
-            if not isinstance(item, Moved):
-                return item
-            self._moved = True
-            return item.event
-        said = await self._seat.next()
-        self._ended = not isinstance(said, TokenEvent) or said.finish_reason is not None
-        return said
+        if self._moved:
+            item = await self._seat.next()
+        else:
+            said = await anext(self._call)
+            self._moved = isinstance(said, Moved)
+            item = said.event if isinstance(said, Moved) else said
+        self._ended = _is_last(item)
+        return item
 
     async def aclose(self) -> None:
         """Ends the request at its worker; may be called twice."""
-        self._seat.leave()
-        try:
-            if self._ended:
-                # The call ends by itself now. Cancelling it would be one more call, and count as a cancelled request.
-                async with asyncio.timeout(END_S):
-                    await anext(self._call, None)
-        except (TimeoutError, Exception):
-            logger.debug("the call of an ended stream failed", exc_info=True)
-        finally:
+        if self._closed:
+            return
+        self._closed = True
+        if self._ended:
+            self._seat.end_call(self._call)
+        else:
+            self._seat.leave()
             await self._call.aclose()

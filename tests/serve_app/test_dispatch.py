@@ -153,7 +153,7 @@ def test_a_request_that_nobody_is_left_for_blocks_no_other(slow: Path) -> None:
         await asyncio.sleep(0.1)
         full, vetoing = cluster.replicas["replica0"], cluster.replicas["replica1"]
         # Both are full; one gets free and refuses, then the other one vanishes.
-        vetoing.engine.abort(next(iter(vetoing.engine._requests)))
+        vetoing.engine.abort(next(iter(vetoing.engine._desk.requests)))
         vetoing.vetoes = 1
         stuck = asyncio.create_task(ask(cluster))
         await asyncio.sleep(0.1)

@@ -6,7 +6,7 @@ import asyncio
 import contextvars
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -266,6 +266,78 @@ def test_an_idle_trunk_is_closed_and_a_used_one_is_not(monkeypatch: pytest.Monke
             assert len(ends.trunks) == len(ends.server._trunks) == 0
             assert len(tokens(await read(ends.start(request("after", 10))))) == 10
             assert ends.num_trunks == 2
+
+    asyncio.run(run())
+
+
+def test_a_router_that_ends_closes_its_trunks_at_once() -> None:
+    async def run() -> None:
+        async with both_ends(output="count", tokens_per_s=100.0) as ends:
+            stream = ends.start(request("r", 2000))
+            for _ in range(4):
+                await anext(stream)
+            ends.trunks.close()
+            with pytest.raises(WorkerLost):
+                await asyncio.wait_for(read(stream), 2)
+            await stream.aclose()
+            assert len(ends.trunks) == len(ends.server._trunks) == 0
+
+    asyncio.run(run())
+
+
+def test_the_call_of_an_ended_stream_is_read_to_its_end_and_not_cancelled() -> None:
+    class Watched:
+        """A call that remembers how it ended."""
+
+        def __init__(self, items: AsyncIterator[StreamItem | Moved]) -> None:
+            self.items, self.ended, self.cancelled = items, False, False
+
+        def __aiter__(self) -> Watched:
+            return self
+
+        async def __anext__(self) -> StreamItem | Moved:
+            try:
+                return await anext(self.items)
+            except StopAsyncIteration:
+                self.ended = True
+                raise
+
+        async def aclose(self) -> None:
+            self.cancelled = not self.ended
+
+    async def run() -> None:
+        async with both_ends(output="count", tokens_per_s=200.0) as ends:
+            for num_tokens in (1, 20):  # by the call alone, and by the trunk
+                seat = ends.trunks.seat("w", "r")
+                call = Watched(ends.server.generate(request("r", num_tokens), seat.place))
+                assert len(tokens(await read(SeatedStream(call, seat)))) == num_tokens
+                await asyncio.sleep(0.02)
+                assert (call.ended, call.cancelled) == (True, False)
+
+    asyncio.run(run())
+
+
+def test_requests_that_wait_for_their_first_token_slow_nobody_down() -> None:
+    pace = CoalescingConfig(messages_per_s=100.0, reserve=0.0)
+
+    async def run() -> None:
+        config = WorkerConfig(model="", engine="fake", max_running=2)
+        engine = FakeEngine(config, FakeScript(output="count", tokens_per_s=100.0))
+        server = EngineServer(engine, pace)
+        calls = [server.generate(request(f"r{number}", 500)) for number in range(10)]
+        reading = [asyncio.create_task(read_call(call)) for call in calls]
+        await asyncio.sleep(0.1)
+        assert (server.num_streams, server._interval_s()) == (10, pytest.approx(2 / 100))
+        for task in reading:
+            task.cancel()
+        await asyncio.gather(*reading, return_exceptions=True)
+        assert server._interval_s() == 0.0
+        engine.close()
+
+    async def read_call(call: AsyncIterator[Any]) -> None:
+        async with aclosing(call):  # type: ignore[type-var]
+            async for _ in call:
+                pass
 
     asyncio.run(run())
 

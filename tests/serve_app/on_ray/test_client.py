@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import httpx
@@ -143,6 +144,11 @@ def test_a_redeployment_lets_running_streams_end(deploy: Deploy, tmp_path: Path)
     assert client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=2).choices
     text += "".join(chunk.choices[0].delta.content or "" for chunk in stream)
     assert text == "z" * 100
+    # Nothing that the Router keeps open holds the old worker up until its time is over.
+    end = time.monotonic() + 10.0
+    while set(old) & set(app.worker_pids()):
+        assert time.monotonic() < end
+        time.sleep(0.1)
 
 
 @pytest.mark.timeout(300)

@@ -112,7 +112,14 @@ FAULTS = [
         "memory.device.host_tier",
         "first = slab * self._slab_bytes + index * size",
         "first = slab * size + index * size",
-        ("tests/memory/device/test_host_bytes.py", _LATE),
+        ("tests/memory/device/test_host_bytes.py",),
+    ),
+    Fault(
+        "pages of one slab are written over each other",
+        "memory.device.host_tier",
+        "first = slab * self._slab_bytes + index * size",
+        "first = slab * self._slab_bytes",
+        ("tests/memory/device/test_host_bytes.py",),
     ),
     Fault(
         "bytes in use are poisoned",

@@ -378,11 +378,4 @@ FAULTS = [
         "pass",
         ("tests/memory/test_retraction.py::test_the_oldest_stays_so_that_somebody_finishes",),
     ),
-    Fault(
-        "host tier: pages of one slab are written over each other",
-        "memory.device.host_tier",
-        old="return slab, index * size",
-        new="return slab, 0",
-        tests=("tests/memory/device/test_host_bytes.py",),
-    ),
 ]  # fmt: skip

@@ -99,7 +99,7 @@ FAULTS = [
     Fault(
         "hash of a block without what came before",
         "memory.ledger.prefix_blocks",
-        old="digest_size=16, key=digest",
+        old="digest_size=16, key=before",
         new="digest_size=16",
         tests=TREE,
     ),

@@ -167,9 +167,16 @@ FAULTS = [
     Fault(
         "loop: the last frees are never settled",
         "worker.loop",
-        old="            self.step()\n            if self._ledger.headroom() == before:",
-        new="            if self._ledger.headroom() == before:",
+        old="            self.step()\n            if self._ledger.headroom() == before and",
+        new="            if self._ledger.headroom() == before and",
         tests=(f"{LOOP}::test_steps_count_only_where_something_was_computed[False]",),
+    ),
+    Fault(
+        "loop: copies to the host are left undone when nobody has work",
+        "worker.loop",
+        old="if self._ledger.headroom() == before and not self._carries:",
+        new="if self._ledger.headroom() == before:",
+        tests=(f"{LOOP}::test_an_idle_loop_lets_copies_to_the_host_finish",),
     ),
     Fault(
         "trading: the market's decisions are not carried out",

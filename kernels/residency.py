@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from kernels._triton.residency import ResidencyTables
 
 MAX_PAIRS = 4096
-"""Up to so many (token, choice) pairs one program looks at; a prefill step leaves its thousands to tensor operations."""
+"""Up to so many (token, choice) pairs one program looks at; a prefill leaves its thousands to tensor operations."""
 
 
 def fused_tables(tables: dict[str, torch.Tensor]) -> ResidencyTables | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 import torch
 
 from memory.device.host_tier import HostTier as HostBytes
@@ -35,3 +36,23 @@ def test_pages_of_all_groups_share_one_budget_and_come_back_bit_for_bit() -> Non
         assert torch.equal(back, content[other, virtual])
         assert held.num_bytes <= slots.budget_bytes
     assert seen == set(SIZES)
+
+
+def test_memory_that_cannot_be_pinned_serves_and_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[int] = []
+
+    def refuse(data: torch.Tensor) -> str:
+        asked.append(data.numel())
+        return "the driver refused"
+
+    monkeypatch.setattr("memory.device.host_tier.pin", refuse)
+    held = HostBytes(SIZES, 3 * 1280 + 100, pinned=True)
+    assert asked == [held.num_bytes] == [3 * 1280], "pinned at its exact size"
+    assert not held.pinned
+    assert "host_tier_bytes: the driver refused" in caplog.text
+    held.store("full", 29, torch.full((128,), 7, dtype=torch.uint8))
+    assert (held.page("full", 29) == 7).all()
+    HostBytes(SIZES, 0, pinned=True)
+    assert len(asked) == 1, "nothing is pinned for no tier"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import threading
 import time
@@ -19,6 +18,7 @@ from worker.api import FinishReason, GenerateRequest, ModelInfo, TokenEvent, Wor
 from worker.config import WorkerConfig
 from worker.engines.checks import check_token_ids
 from worker.engines.paged import EngineExperts, report_json, with_experts
+from worker.engines.process import favour_step_loop
 from worker.engines.streams import EventReader, EventStreams
 from worker.errors import ConfigError, EngineDead, InvalidRequest, Overloaded
 from worker.grammar import GrammarMatchers
@@ -113,7 +113,7 @@ class NativeEngine:
         floor_places = self._experts.floor_places if self._experts is not None else 0
         chunk_tokens = 0
         if passes is not None:
-            log.info("experts: %s", passes.line)
+            log.info("prefill: %s", passes.line)
             chunk_tokens = passes.tokens
         self._ledger = make_ledger(config, specs, arena_bytes, floor_places, chunk_tokens)
         fitting = tokens_that_fit(self._ledger, info.max_model_len)
@@ -148,9 +148,7 @@ class NativeEngine:
         self._snapshot = self._take_snapshot()
         self._arena_report = self._ledger.report()
         if info.device != "cpu":
-            # A full collection takes long with torch loaded, and would hold steps up: what is here now, stays.
-            gc.collect()
-            gc.freeze()
+            favour_step_loop()
         self._thread = threading.Thread(target=self._run, name="native-engine", daemon=True)
         self._thread.start()
 

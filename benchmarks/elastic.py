@@ -4,6 +4,7 @@
                                  [--link-mb-per-s 400] [--pass-tokens 1024] [--no-replay] [--json FILE]
     python -m benchmarks.elastic --model qwen3-30b-a3b --format fp8 --device cuda --arena-mb 34000
                                  --fixed 24,40,64,92,128 --seconds 30 --long-tokens 65536 --prefill 8192,32768
+                                 --pass-tokens 16384 --step-tokens 2048 --max-running 64 --no-replay
 
 Every row is a phase, in tokens a second (prompt and output): ``elastic``, and ``k<n>`` for n resident experts a layer
 in the same arena. All run the same engine with the same clients; a fixed K that leaves the longest request no room is
@@ -229,7 +230,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--long-tokens", type=int, default=2400, help="longest prompts")
     parser.add_argument("--max-running", type=int, default=16)
     parser.add_argument("--step-tokens", type=int, default=256)
-    parser.add_argument("--pass-tokens", type=int, default=1024, help="0 on a GPU: what the link asks for")
+    parser.add_argument(
+        "--pass-tokens", type=int, default=1024, help="of a prefill pass; 0: prompts in steps"
+    )
     parser.add_argument("--link-mb-per-s", type=float, default=400.0, help="simulated, on a CPU")
     parser.add_argument(
         "--prefill", default="1024,4096", help="prompts whose first token is timed; empty: none"

@@ -37,8 +37,8 @@ class WorkerConfig:
         host_tier_bytes: pinned host memory for evicted pages; 0: none.
         experts: ``resident`` or ``paged``.
         expert_bytes: with ``paged``, bytes for resident experts; 0: what is left over.
-        pass_tokens: with ``paged``, most tokens of a prefill pass that streams missing experts beside decode steps; 0:
-            as many as compute for as long as the link works (a GPU), or no passes (a CPU).
+        pass_tokens: with ``paged``, most tokens of a prefill pass, which waiting prompts share and which streams
+            missing experts beside decode steps; 0: prompts are computed in steps. The start prints what suits.
         host_store: with ``paged``, ``private`` host memory, or ``shared`` with the other replicas of this host.
         attention_backend: ``auto`` or a name from the registry.
         deterministic: outputs do not depend on batch, chunks, cache hits or retraction.

@@ -103,8 +103,8 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
 
     def _plan_passes(self) -> PassSize | None:
-        """How prompts are computed where experts are paged; None: in steps."""
-        if self.pager is None or (self._device.type == "cpu" and not self.config.pass_tokens):
+        """How prompts are computed where experts are paged."""
+        if self.pager is None:
             return None
         info, pager = self.model_info, self.pager
         facts = PassFacts(

@@ -60,31 +60,38 @@ class PassFacts:
 
 @dataclass(frozen=True, slots=True)
 class PassSize:
-    """``tokens`` of a pass at most; ``ring``: how large its ring is; ``line``: the sizes in words."""
+    """``tokens`` of a pass at most, 0: prompts are computed in steps; ``ring``: how large its ring is; ``line``: the
+    sizes in words."""
 
     tokens: int
     ring: RingRule
     line: str
 
 
+def priced_tokens(facts: PassFacts, link_bytes_per_s: float, flops_per_s: float) -> int:
+    """Tokens that compute for as long as the link brings what is missing."""
+    transfer_s = facts.missing * facts.place_bytes / link_bytes_per_s
+    return max(64, ceil(transfer_s * flops_per_s / facts.token_flops))
+
+
 def plan_passes(
     facts: PassFacts,
-    tokens: int = 0,
+    tokens: int,
     link_bytes_per_s: float = PASS_LINK_BYTES_PER_S,
     flops_per_s: float = PASS_FLOPS_PER_S,
     activation_bytes: int = ACTIVATION_BYTES,
 ) -> PassSize:
-    """The size of passes; ``tokens`` above 0 settles it. A ring holds what two layers lack, one half is read while the
-    other is filled; the line tells its size for what ``facts`` say is resident."""
+    """Passes of ``tokens`` as asked, 0 for none, and what would suit. A ring holds what two layers lack: one half is
+    read while the other is filled; the line tells its size for what ``facts`` say is resident."""
     transfer_s = facts.missing * facts.place_bytes / link_bytes_per_s
-    priced = ceil(transfer_s * flops_per_s / facts.token_flops)
-    most = max(1, activation_bytes // facts.token_bytes)
-    size = tokens or max(64, min(priced, most))
+    priced = priced_tokens(facts, link_bytes_per_s, flops_per_s)
+    most = max(64, activation_bytes // facts.token_bytes)
     ring = RingRule(facts.num_layers, facts.num_experts)
-    how = "as asked" if tokens else f"{priced} would compute as long as the link works, {most} fit the memory"
+    asked = f"prefill passes of up to {tokens} tokens" if tokens else "prompts in steps (pass_tokens=0)"
     return PassSize(
-        size,
+        tokens,
         ring,
-        f"prefill passes of up to {size} tokens ({how}); {facts.missing} experts to bring: {transfer_s * 1e3:.0f} ms"
-        f" at {link_bytes_per_s / 1e9:.0f} GB/s; a ring of {ring.places(facts.resident_places)} places",
+        f"{asked}; {priced} tokens compute as long as the link works at {link_bytes_per_s / 1e9:.0f} GB/s"
+        f" ({facts.missing} experts, {transfer_s * 1e3:.0f} ms), {most} fit {activation_bytes / 1e9:.1f} GB of"
+        f" activations; a ring of {ring.places(facts.resident_places)} places",
     )

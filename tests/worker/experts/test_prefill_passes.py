@@ -17,7 +17,7 @@ from worker.engines.native import NativeEngine
 from worker.execution.prefill_pass import LayerPace
 from worker.execution.runner import ModelRunner
 from worker.experts.pager import ExpertPager
-from worker.experts.passes import PassFacts, plan_passes
+from worker.experts.passes import PassFacts, plan_passes, priced_tokens
 from worker.models.paged import table_experts
 from worker.scheduling.recording import RecordedStep
 
@@ -172,13 +172,16 @@ def test_the_size_of_a_pass_is_the_links() -> None:
     """Qwen3-30B-A3B in FP8 with 40 of 128 experts of each layer resident, 50 GB/s, 300 TFLOP/s: 4,224 experts of
     4.72 MB take 0.4 s, in which 33,000 tokens are computed; the activations' bound is what holds."""
     facts = PassFacts(48, 128, 8, 4_720_128, 48 * 40, 2048, 768)
-    size = plan_passes(facts)
     transfer_s = 48 * 88 * 4_720_128 / 50e9
-    priced = transfer_s * 300e12 / (6 * 48 * 8 * 2048 * 768)
-    assert f"{int(priced) + 1} would compute" in size.line
-    assert size.tokens == (2 << 30) // facts.token_bytes
+    priced = int(transfer_s * 300e12 / (6 * 48 * 8 * 2048 * 768)) + 1
+    assert priced_tokens(facts, 50e9, 300e12) == priced
+    size = plan_passes(facts, 16_384)
+    assert size.tokens == 16_384
+    assert f"{priced} tokens compute" in size.line
+    assert f"{(2 << 30) // facts.token_bytes} fit" in size.line
+    assert "a ring of 176 places" in size.line
     assert size.ring.places(48 * 40) == 2 * 88
-    assert plan_passes(facts, activation_bytes=1 << 40).tokens == int(priced) + 1
-    assert plan_passes(facts, tokens=500).tokens == 500
     assert size.ring.places(48 * 128) == 0
     assert size.ring.places(0) == 2 * 128
+    assert plan_passes(facts, 0).tokens == 0
+    assert "pass_tokens=0" in plan_passes(facts, 0).line

@@ -6,10 +6,15 @@
 // bfloat16 (half), where that loses nothing, as [depth / 2][16][2], two depths side by side and a zero behind an odd end.
 
 #define PANEL LANES
-#define STACK 16  // rows that share one pass over a panel: as many sums as keep the multipliers busy and fit registers
-#define SPREAD 4  // panels side by side where there are fewer rows
-#define BLOCK 64       // rows that stay in the cache while all panels pass
-#define DEEP 4096      // deeper rows are taken stack by stack, for the sake of the thread's own stack
+// Rows that share one pass over a panel: as many sums as keep the multipliers busy and fit registers.
+#ifdef __AVX512F__
+#define STACK 16
+#else
+#define STACK 6
+#endif
+#define SPREAD 4   // panels side by side where there are fewer rows
+#define BLOCK 64   // rows that stay in the cache while all panels pass
+#define DEEP 4096  // deeper rows are taken stack by stack, for the sake of the thread's own stack
 
 typedef struct {
     const float *x;  // [depth][STACK] turned, or one row
@@ -59,8 +64,10 @@ INLINE void tile(int rows, int panels, const product_t *p, i64 width, int half) 
 INLINE void tiles(int rows, const product_t *p, i64 width, int half) {
     switch (rows) {
 #define CASE(n) case n: tile(n, 1, p, width, half); break
-        CASE(1); CASE(2); CASE(3); CASE(4); CASE(5); CASE(6); CASE(7); CASE(8);
-        CASE(9); CASE(10); CASE(11); CASE(12); CASE(13); CASE(14); CASE(15);
+        CASE(1); CASE(2); CASE(3); CASE(4); CASE(5);
+#if STACK == 16
+        CASE(6); CASE(7); CASE(8); CASE(9); CASE(10); CASE(11); CASE(12); CASE(13); CASE(14); CASE(15);
+#endif
 #undef CASE
     default: tile(STACK, 1, p, width, half);
     }
@@ -68,12 +75,17 @@ INLINE void tiles(int rows, const product_t *p, i64 width, int half) {
 
 // [rows][depth] to [depth][STACK]: the numbers that meet one row of weights lie side by side.
 static void turn(const float *x, i64 stride, i64 rows, i64 depth, float *out) {
+#if STACK == 16
     for (i64 d = 0; d < depth; d += LANES, out += LANES * STACK) {
         v16 line[STACK], column[LANES];
         for (i64 r = 0; r < STACK; r++) line[r] = r < rows ? load_some(x + r * stride + d, depth - d) : (v16){};
         transpose16(line, column);
         for (i64 i = 0; i < LANES && i < depth - d; i++) store(out + i * STACK, column[i]);
     }
+#else
+    for (i64 r = 0; r < rows; r++)
+        for (i64 d = 0; d < depth; d++) out[d * STACK + r] = x[r * stride + d];
+#endif
 }
 
 // `turned` holds stacks of rows one behind the other.

@@ -149,6 +149,11 @@ INLINE void transpose16(const v16 row[16], v16 column[16]) {
 
 // The sums of 16 vectors, in order.
 INLINE v16 sums16(const v16 t[16]) {
+#ifndef __AVX512F__  // shuffles of so wide vectors are made of single moves there
+    v16 out;
+    for (int i = 0; i < 16; i++) out[i] = sum16(t[i]);
+    return out;
+#else
     v16 four[4], two[2];
     for (int i = 0; i < 4; i++) {
         v16 pair[2];
@@ -161,6 +166,7 @@ INLINE v16 sums16(const v16 t[16]) {
     for (int i = 0; i < 2; i++)
         two[i] = fours_even(four[2 * i], four[2 * i + 1]) + fours_odd(four[2 * i], four[2 * i + 1]);
     return fours_even(two[0], two[1]) + fours_odd(two[0], two[1]);
+#endif
 }
 
 static inline float dot(const float *a, const float *b, i64 n) {

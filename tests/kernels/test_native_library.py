@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import platform
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ import torch
 
 from kernels._native import library
 from kernels._native import ops as native
+from kernels.attention import DecodePages, paged_decode
+from kernels.linear import Linear
 from kernels.pointwise import rms_norm
 
 
@@ -53,6 +56,23 @@ def test_the_second_start_compiles_nothing(forgotten: Path, monkeypatch: pytest.
     library.library.cache_clear()
     monkeypatch.setattr(library.subprocess, "run", None)
     assert library.library() is not None
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the option is x86's")
+def test_processors_without_the_widest_vectors_compute_the_same(
+    forgotten: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "FLAGS", (*library.FLAGS, "-O1", "-mno-avx512f"))
+    weight, x = torch.randn(70, 33), torch.randn(21, 33)
+    for count in (1, 2, 6, 21):
+        torch.testing.assert_close(Linear(weight)(x[:count]), x[:count] @ weight.t(), rtol=1e-4, atol=1e-4)
+    pages = torch.randn(2, 2, 32, 1, 24)
+    rows = DecodePages(torch.tensor([[1, 0]]), torch.zeros(1).int(), torch.tensor([50]).int(), 50, 32, None)
+    query, out = torch.randn(1, 2, 24), torch.empty(1, 2, 24)
+    paged_decode(query, pages[:, 0], pages[:, 1], rows, 0.3, None, out)
+    key, value = (pages[:, i].flip(0).reshape(64, 24)[:50] for i in (0, 1))
+    expected = torch.softmax(query[0] @ key.t() * 0.3, -1) @ value
+    torch.testing.assert_close(out[0], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_only_float32_on_the_cpu_is_served() -> None:

@@ -11,7 +11,7 @@ and once without, as clients do that drop it. On a GPU, the Qwen3.5-4B shape wit
 - ``host.restore_ratio``: the same for 8,192 tokens, over that when the arena has lost its pages and the host tier has
   them; every page that comes back is compared by hash, tokens and log-probabilities bit for bit;
 - ``host.beside_*_ms``: the step that such a prompt joins while 63 others decode, and one that a new short prompt joins;
-- ``arena.throughput_ratio``: 64 requests at once, one arena over fixed shares, in turns, ample memory;
+- ``arena.throughput_ratio``: 64 requests at once, one arena over fixed shares, ample memory;
 - ``compact_*.stall_ms``: 2 GB of pages move while 64 requests decode: how much longer than the median step the slowest
   step behind it is. ``background`` keeps to the budget of a step, ``beside`` and ``between`` do it in one step, on a
   stream beside it or ahead of it.
@@ -21,30 +21,21 @@ from __future__ import annotations
 
 import logging
 import time
-from argparse import Namespace
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from benchmarks.arena.chats import LONGEST_CHARS, SHORTEST_CHARS, computed_share, draw_turns, run_chats
 from benchmarks.report import Conditions, Report, Value, publish, report_parser
 from worker.config import WorkerConfig
 from worker.engines.native import NativeEngine
 
-if TYPE_CHECKING:
-    from benchmarks.arena import loads
-
 log = logging.getLogger(__name__)
 
 DEMO = Path("demo/model")
 MAX_ANSWER_TOKENS = 256
-AT_ONCE = 64
 ARENA_BYTES = 36 << 30
-COMPACTED_BYTES = 2 << 30
-MODE_TOKENS = (128, 512)
-"""Of prompt and output, arena against fixed shares."""
 
 
 def measure_chats(count: int) -> tuple[dict[str, Value], Conditions]:
@@ -77,73 +68,81 @@ def measure_chats(count: int) -> tuple[dict[str, Value], Conditions]:
     return row, conditions
 
 
-def measure_device(options: Namespace) -> tuple[dict[str, Value], Conditions]:
-    """Everything that needs a GPU; a part that fails is said and left out, the others go on."""
-    from benchmarks.arena import loads
-    from benchmarks.shapes import shape_folder
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Tokens of the shared prefix and of what the host tier keeps, requests at once, tokens of prompt and output of the
+    comparison, bytes moved, tokens of the prompts whose pages move, and repeats."""
 
-    config = WorkerConfig(
-        str(shape_folder("qwen3.5-4b", "bf16")),
-        device=options.device,
-        load="random",
-        arena_bytes=ARENA_BYTES,
-        max_running=AT_ONCE,
-        max_model_len=16384,
-        host_tier_bytes=4 << 30,
-    )
+    prefix: int = 4096
+    host: int = 8192
+    at_once: int = 64
+    tokens: tuple[int, int] = (64, 256)
+    moved_bytes: int = 2 << 30
+    moved_prompt: int = 4096
+    repeats: int = 3
+
+
+def measure_device(
+    config: WorkerConfig, sizes: Sizes, parts: set[str], written: Callable[[Mapping[str, Value]], None]
+) -> None:
+    """Everything that needs a GPU. A part that fails is said and left out; ``written`` is told of all figures so far
+    behind each part."""
+    from benchmarks.arena import loads
+
     row: dict[str, Value] = {}
-    parts = set(options.parts.split(","))
-    if parts & {"prefix", "host"}:
-        bench = loads.Bench.open(config)
-        if "prefix" in parts:
-            _take(row, "prefix", lambda: loads.share_prefix(bench, 4096, 5))
-        if "host" in parts:
-            _take(row, "host", lambda: loads.restore_from_host(bench, 8192, 3))
-            _take(row, "beside", lambda: loads.restore_beside_others(bench, AT_ONCE, 8192))
-        bench.close()
-    if parts & {"modes", "compact"}:
-        plain = replace(config, host_tier_bytes=0)
-        arena = loads.Bench.open(plain)
-        if "modes" in parts:
-            split = loads.Bench.open(replace(plain, memory_mode="split"))
-            _take(row, "modes", lambda: loads.compare_modes(arena, split, (AT_ONCE, *MODE_TOKENS), 5))
-            split.close()
-        if "compact" in parts:
-            _measure_compactions(row, arena)
-        arena.close()
-    conditions = Conditions(
+
+    def take(part: str, measure: Callable[[], Mapping[str, Value]]) -> None:
+        started_s = time.perf_counter()
+        try:
+            row.update(measure())
+        except Exception:
+            log.exception("%s failed", part)
+            row[f"{part}.failed"] = True
+        print(f"{part}: {time.perf_counter() - started_s:.1f} s", flush=True)
+        written(row)
+
+    started_s = time.perf_counter()
+    bench = loads.Bench.open(config)
+    print(f"started in {time.perf_counter() - started_s:.1f} s", flush=True)
+    if "prefix" in parts:
+        take("prefix", lambda: loads.share_prefix(bench, sizes.prefix, sizes.repeats))
+    if "host" in parts:
+        take("host", lambda: loads.restore_from_host(bench, sizes.host, sizes.repeats))
+        take("beside", lambda: loads.restore_beside_others(bench, sizes.at_once, sizes.host))
+    if "compact" in parts:
+        budget = bench.ledger._book.relocator.move_budget_bytes
+        for name, step_bytes, sealed in (
+            ("compact_background", min(budget, sizes.moved_bytes), True),
+            ("compact_beside", sizes.moved_bytes, True),
+            ("compact_between", sizes.moved_bytes, False),
+        ):
+            plan = loads.CompactionPlan(sizes.moved_bytes, step_bytes, sealed)
+            load = partial(loads.compact_under_load, bench, sizes.at_once, sizes.moved_prompt, plan, name)
+            take(name, load)
+    if "modes" in parts:
+        size = (sizes.at_once, *sizes.tokens)
+        bench.engine.flush_prefix_cache()
+        take("arena", lambda: loads.throughput(bench, size, sizes.repeats, "arena"))
+        bench = loads.Bench.open(replace(config, memory_mode="split"), bench.hand_over())
+        take("split", lambda: loads.throughput(bench, size, sizes.repeats, "split"))
+        ours, theirs = row.get("arena.tokens_per_s"), row.get("split.tokens_per_s")
+        if isinstance(ours, float) and isinstance(theirs, float):
+            row["arena.throughput_ratio"] = ours / theirs
+            written(row)
+    bench.close()
+
+
+def _device_conditions(sizes: Sizes) -> Conditions:
+    prompt, output = sizes.tokens
+    return Conditions(
         model="Qwen3.5-4B shape",
         weights="random, bf16",
-        prompts="random ids",
-        cache="prefix: cold, then warm; host tier of 4 GiB; arena against split: cold",
-        batch=f"prefix and host tier 1; others {AT_ONCE}",
-        context="4096, 8192, 128 + 512 and 64 + 120 tokens",
+        prompts="random ids; pages that move: claimed, not computed",
+        cache="prefix and host tier (4 GiB): cold, then warm; arena against split: cold",
+        batch=f"prefix and host tier 1; others {sizes.at_once}",
+        context=f"{sizes.prefix}, {sizes.host}, arena against split {prompt} + {output} tokens",
         resident="dense",
     )
-    return row, conditions
-
-
-def _measure_compactions(row: dict[str, Value], arena: loads.Bench) -> None:
-    from benchmarks.arena import loads
-
-    budget = arena.ledger._book.relocator.move_budget_bytes
-    for name, step_bytes, sealed in (
-        ("compact_background", budget, True),
-        ("compact_beside", COMPACTED_BYTES, True),
-        ("compact_between", COMPACTED_BYTES, False),
-    ):
-        plan = loads.CompactionPlan(COMPACTED_BYTES, step_bytes, sealed)
-        _take(row, name, partial(loads.compact_under_load, arena, AT_ONCE, 4096, plan, name))
-
-
-def _take(row: dict[str, Value], part: str, measure: Callable[[], Mapping[str, Value]]) -> None:
-    started_s = time.perf_counter()
-    try:
-        row.update(measure())
-    except Exception:
-        log.exception("%s failed", part)
-        row[f"{part}.failed"] = True
-    print(f"{part}: {time.perf_counter() - started_s:.1f} s", flush=True)
 
 
 def main() -> None:
@@ -154,8 +153,28 @@ def main() -> None:
     parser.add_argument("--parts", default="prefix,host,modes,compact", help="of what is measured on a GPU")
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
-    row, conditions = measure_chats(options.chats) if options.device == "cpu" else measure_device(options)
-    publish(Report("arena_device", conditions, (row,)), options.json)
+    if options.device == "cpu":
+        row, conditions = measure_chats(options.chats)
+        publish(Report("arena_device", conditions, (row,)), options.json)
+        return
+    from benchmarks.shapes import shape_folder
+
+    sizes = Sizes()
+    config = WorkerConfig(
+        str(shape_folder("qwen3.5-4b", "bf16")),
+        device=options.device,
+        load="random",
+        arena_bytes=ARENA_BYTES,
+        max_running=sizes.at_once,
+        max_model_len=12288,
+        host_tier_bytes=4 << 30,
+    )
+    measure_device(
+        config,
+        sizes,
+        set(options.parts.split(",")),
+        lambda row: publish(Report("arena_device", _device_conditions(sizes), (row,)), options.json),
+    )
 
 
 if __name__ == "__main__":

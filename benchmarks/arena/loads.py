@@ -37,12 +37,12 @@ class Bench:
     num_requests: int = 0
 
     @classmethod
-    def open(cls, config: WorkerConfig) -> Bench:
-        """Starts an engine; its arena is captured and warm when this returns."""
+    def open(cls, config: WorkerConfig, loaded: BenchmarkRunner | None = None) -> Bench:
+        """Starts an engine; ``loaded``: the runner that another one handed over."""
         log, made = StepLog(), []
 
         def make_runner(config: WorkerConfig) -> BenchmarkRunner:
-            made.append(BenchmarkRunner(config))
+            made.append(loaded or BenchmarkRunner(config))
             return made[0]
 
         engine = NativeEngine(config, make_runner, record=log.record)
@@ -95,8 +95,15 @@ class Bench:
 
     def let_copies_finish(self) -> None:
         """Runs short requests until every page that is due has gone to the host: a few go with every step."""
-        while self.engine.arena_report()["host_tier"]["waiting_pages"]:
+        while (self.engine.arena_report()["host_tier"] or {}).get("waiting_pages"):
             self.ask(random_prompts(1, 8, self.engine.model.vocab_size, self.num_requests), 8)
+
+    def hand_over(self) -> BenchmarkRunner:
+        """Stops the engine and gives its arena back; answers the runner, whose model stays loaded."""
+        self.runner.close = self.runner.detach_memory  # type: ignore[method-assign]
+        self.engine.close()
+        del self.runner.close
+        return self.runner
 
     def close(self) -> None:
         """Gives everything back."""
@@ -225,30 +232,25 @@ def restore_beside_others(bench: Bench, at_once: int, num_tokens: int) -> dict[s
     }
 
 
-def throughput(benches: Sequence[Bench], size: tuple[int, int, int], rounds: int) -> list[list[float]]:
-    """Output tokens per second of each engine, in rounds that take turns; ``size``: requests at once, tokens of prompt
-    and output."""
+def throughput(bench: Bench, size: tuple[int, int, int], rounds: int, name: str) -> dict[str, float]:
+    """Output tokens per second, the median of some rounds behind one to warm up, and the median decode step; ``size``:
+    requests at once, tokens of prompt and output."""
     at_once, prompt_tokens, num_new = size
-    found: list[list[float]] = [[] for _ in benches]
+    rates: list[float] = []
+    steps: list[float] = []
     for seed in range(rounds + 1):
-        prompts = random_prompts(at_once, prompt_tokens, benches[0].engine.model.vocab_size, 500 + seed)
-        for bench, rates in zip(benches, found, strict=True):
-            started_s = time.perf_counter()
-            bench.ask(prompts, num_new)
-            rates.append(at_once * num_new / (time.perf_counter() - started_s))
-    return [rates[1:] for rates in found]
-
-
-def compare_modes(arena: Bench, split: Bench, size: tuple[int, int, int], rounds: int) -> dict[str, float]:
-    """Throughput of the arena against fixed shares at ample memory."""
-    ours, theirs = throughput([arena, split], size, rounds)
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+        prompts = random_prompts(at_once, prompt_tokens, bench.engine.model.vocab_size, 500 + seed)
+        bench.log.steps.clear()
+        started_s = time.perf_counter()
+        bench.ask(prompts, num_new)
+        rates.append(at_once * num_new / (time.perf_counter() - started_s))
+        quiet = bench.log.decode_steps(at_once, 8)
+        steps.append(statistics.median(after.at_s - before.at_s for before, after in pairwise(quiet)))
     return {
-        "arena.tokens_per_s": statistics.median(ours),
-        "split.tokens_per_s": statistics.median(theirs),
-        "arena.throughput_ratio": statistics.median(ratios),
-        "arena.ratio_least": min(ratios),
-        "arena.ratio_most": max(ratios),
+        f"{name}.tokens_per_s": statistics.median(rates[1:]),
+        f"{name}.tokens_per_s_least": min(rates[1:]),
+        f"{name}.tokens_per_s_most": max(rates[1:]),
+        f"{name}.decode_step_ms": 1e3 * statistics.median(steps[1:]),
     }
 
 
@@ -320,6 +322,7 @@ def compact_under_load(
     bench.runner.claims = False
     # Holes lie between pages that stay, so that more than half of what they are must move to close them.
     ledger.shed({"full": 2 * num_bytes + num_bytes // 4})
+    bench.let_copies_finish()
     compaction = _Compaction(bench, at_once, plan)
     ledger.commit_step = compaction.commit  # type: ignore[method-assign]
     bench.log.steps.clear()

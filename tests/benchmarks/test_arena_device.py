@@ -10,6 +10,8 @@ import pytest
 
 from benchmarks.arena.chats import SecondTurn, computed_share, draw_turns, run_chats
 from benchmarks.arena.loads import Bench, CompactionPlan, compact_under_load, restore_from_host, share_prefix
+from benchmarks.arena_device import Sizes, measure_device
+from benchmarks.report import Value
 from worker.config import WorkerConfig
 from worker.engines.native import NativeEngine
 
@@ -67,3 +69,16 @@ def test_a_compaction_moves_what_it_should(bench: Bench, sealed: bool) -> None:
     assert moves[name] - before[name] >= 0.8 * (4 << 20)
     assert found["c.moved_mb"] == pytest.approx((4 << 20) / 1e6, rel=0.1)
     assert found["c.steps"] >= 4
+
+
+def test_every_part_is_measured_and_told_of_at_once() -> None:
+    told: list[dict[str, Value]] = []
+    sizes = Sizes(128, 192, 3, (16, 24), 2 << 20, 256, 1)
+    parts = {"prefix", "host", "modes"}
+    measure_device(CONFIG, sizes, parts, lambda row: told.append(dict(row)))
+    assert len(told) == 6
+    last = told[-1]
+    assert not [name for name in last if name.endswith(".failed")]
+    for name in ("prefix.ttft_ratio", "host.restore_ratio", "arena.throughput_ratio"):
+        assert float(str(last[name])) > 0.0
+    assert float(str(last["host.beside_restore_step_ms"])) > 0.0

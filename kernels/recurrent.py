@@ -44,6 +44,7 @@ def chunk_layout(query_len: Sequence[int], conv_width: int, device: torch.device
     lengths = torch.tensor(list(query_len))
     host_start = torch.zeros(len(query_len) + 1, dtype=torch.int64)
     torch.cumsum(lengths, 0, out=host_start[1:])
+    chunk_index = torch.tensor([(row, j) for row, count in enumerate(chunks) for j in range(count)])
     return ChunkLayout(
         slot=torch.cat(slots).to(device),
         order=torch.tensor(order, device=device),
@@ -54,6 +55,7 @@ def chunk_layout(query_len: Sequence[int], conv_width: int, device: torch.device
         token_row=torch.arange(len(query_len)).repeat_interleave(lengths).to(device),
         query_start=host_start.to(device),
         host_start=host_start,
+        chunk_index=chunk_index.to(device),
     )
 
 
@@ -153,7 +155,16 @@ def delta_rule_chunks(
         from kernels._triton import delta_chunks
 
         return delta_chunks.delta_rule_chunks(
-            query, key, value, log_decay, beta, state_pages, page, layout.query_start, layout.host_start
+            query,
+            key,
+            value,
+            log_decay,
+            beta,
+            state_pages,
+            page,
+            layout.query_start,
+            layout.host_start,
+            layout.chunk_index,
         )
     if query.is_cuda:
         return _on_gpu().delta_rule_rows(

@@ -31,6 +31,7 @@ class ChunkLayout:
         state_slot: [rows, width - 1] int64, places of the old columns; the new ones lie ``query_len`` further.
         token_row: [tokens] int64, the row of each token.
         query_start: [rows + 1] int64, the first token of each row; host_start: the same on the host.
+        chunk_index: [chunks, 2] int64, row and number inside the row of each chunk, row by row.
     """
 
     slot: torch.Tensor
@@ -42,6 +43,7 @@ class ChunkLayout:
     token_row: torch.Tensor
     query_start: torch.Tensor
     host_start: torch.Tensor
+    chunk_index: torch.Tensor
 
 
 def delta_gates(

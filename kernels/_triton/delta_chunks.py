@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 
 import torch
@@ -10,6 +11,8 @@ import torch
 @cache
 def problem() -> str | None:
     """Why fla-core cannot be used in this process; None where it can."""
+    # The library's choice among further backends costs more of a step's time on the host than the launches themselves.
+    os.environ.setdefault("FLA_DISABLE_BACKEND_DISPATCH", "1")
     try:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # noqa: F401
     except (
@@ -29,12 +32,15 @@ def delta_rule_chunks(
     page: torch.Tensor,
     query_start: torch.Tensor,
     host_start: torch.Tensor,
+    chunk_index: torch.Tensor,
 ) -> torch.Tensor:
     """See :func:`kernels.recurrent.delta_rule_chunks`; products in bfloat16, states and sums in float32, the answer in
     bfloat16.
 
     Args:
         query_start, host_start: [rows + 1] int64, on the device and on the host.
+        chunk_index: [chunks, 2] int64, row and number of each chunk of 64 tokens. Given, so that the library does not
+            make it, which waits for the device.
     """
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
@@ -50,6 +56,7 @@ def delta_rule_chunks(
         output_final_state=True,
         cu_seqlens=query_start,
         cu_seqlens_cpu=host_start,
+        chunk_indices=chunk_index,
     )
     state_pages.index_copy_(0, page, last.to(state_pages.dtype))
     return out.squeeze(0)

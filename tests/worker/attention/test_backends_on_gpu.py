@@ -193,10 +193,13 @@ def test_float32(name: str) -> None:
 
 @pytest.mark.parametrize("shape", [SHAPES["qwen3"], SHAPES["gpt_oss_window"]], ids=["full", "window"])
 @pytest.mark.parametrize("name", ["flash", "triton", "torch"])
-def test_shuffled_pages_equal_pages_in_order_bit_for_bit(name: str, shape: AttentionShape) -> None:
+def test_shuffled_pages_equal_pages_in_order_bit_for_bit(
+    name: str, shape: AttentionShape, record_property: Callable[[str, object], None]
+) -> None:
     paged, contiguous = make_step(shape, MIXED, 16), make_step(shape, MIXED, 16, in_order=True)
     assert torch.equal(paged.query, contiguous.query)
     assert torch.equal(attend(name, paged), attend(name, contiguous))
+    record_property("figure", f"attention {name}, window {shape.window}: paged equals contiguous bit for bit")
 
 
 @pytest.mark.parametrize("name", ["triton", "torch"])

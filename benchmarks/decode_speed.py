@@ -104,7 +104,8 @@ def main() -> None:
             arena_bytes=max(needs[case] for case in fitting),
             max_running=max(batch for _, batch in fitting),
             max_model_len=2 * max(CONTEXTS[name] for name in options.contexts),
-            max_step_tokens=2048,
+            # Claimed prompts cost nothing: all in one step, so that all rows begin and end together.
+            max_step_tokens=max(batch * (CONTEXTS[context] + 1) for context, batch in fitting),
             deterministic=options.deterministic,
             attention_backend=options.attention_backend,
         )

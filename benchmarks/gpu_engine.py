@@ -33,6 +33,8 @@ from worker.scheduling.step import StepPlan, StepResult
 COPY_BYTES = 4 << 30
 STEP_BYTES = 8 << 30
 FIRST_TOKEN_ID = 1000
+MOST_COMPUTED = 16384
+"""Tokens of a step beyond which prompts are only claimed."""
 COALESCE_S = 0.02
 
 
@@ -92,7 +94,7 @@ class BenchmarkRunner(ModelRunner):
         layer = table_experts(experts, source, self.config.deterministic)
         if source.rehearsing:
             return layer
-        most = self.config.max_step_tokens + self.config.max_running
+        most = min(self.config.max_step_tokens, MOST_COMPUTED) + self.config.max_running
         choices = independent_choices(experts.layer, experts, most, source.device)
         return RoutedAlike(layer, choices, experts.num_experts, self._counted, self._counting)
 
@@ -122,7 +124,7 @@ class BenchmarkRunner(ModelRunner):
         rows = int(plan.samples.sum())
         if rows == 0:
             return self._launched(plan, None, timer)
-        drawn = self._noise.integers(FIRST_TOKEN_ID, self.model_info.vocab_size, rows)
+        drawn = self._noise.integers(1, self.model_info.vocab_size, rows)
         tokens, slots = self._uploads.put(drawn), self._uploads.put(plan.slots[plan.samples])
         self._uploads.flush()
         self._last_tokens.index_copy_(0, slots, tokens)

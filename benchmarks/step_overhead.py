@@ -73,7 +73,7 @@ def main() -> None:
         arena_bytes=arena_for(geometry, ROWS, LONG + 1024),
         max_running=ROWS,
         max_model_len=2 * LONG,
-        max_step_tokens=PREFILL_TOKENS,
+        max_step_tokens=ROWS * (LONG + 1),
     )
     run_prompts(bench.engine, random_prompts(1, PREFILL_TOKENS, bench.vocab_size), 1)
     for _ in range(5):

@@ -262,11 +262,9 @@ async def _generate(engine: NativeEngine, prompts: Sequence[Sequence[int]], samp
 
 
 def generate(engine: NativeEngine, prompts: Sequence[Sequence[int]], num_new: int) -> None:
-    """``num_new`` tokens for each prompt, all at once, drawn at temperature 1: random weights, asked greedily, soon
-    say the same to everybody, and rows that agree take the same experts."""
-    asyncio.run(
-        _generate(engine, prompts, SamplingParams(max_tokens=num_new, temperature=1.0, ignore_eos=True))
-    )
+    """``num_new`` tokens for each prompt, all at once, greedily."""
+    sampling = SamplingParams(max_tokens=num_new, temperature=0.0, ignore_eos=True)
+    asyncio.run(_generate(engine, prompts, sampling))
 
 
 @contextmanager

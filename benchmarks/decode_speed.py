@@ -3,8 +3,8 @@
     python -m benchmarks.decode_speed --models qwen3-30b-a3b.bf16 --batches 1 64 --contexts 1k [--json FILE]
 
 Through the engine with its scheduler, greedily. Contexts are claimed, not computed, and experts drawn for every token
-and layer (see ``benchmarks.gpu_engine``). The limit is what a step must read over the copy bandwidth measured in the same run: dense
-weights, the distinct experts that its tokens really took, KV and states.
+and layer (see ``benchmarks.gpu_engine``). The limit is what a step must read over the copy bandwidth measured in the
+same run: dense weights, the distinct experts that its tokens took, KV and states.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.worker.test_native_engine import answers, greedy, on_fake_runner
+from worker.errors import ConfigError
 
 
 def check_bytes(report: dict[str, Any]) -> None:
@@ -67,3 +68,12 @@ def test_a_report_accounts_for_every_byte_while_requests_come_and_go(mode: str) 
     assert last["tree"]["evicted_bytes"] > 0
     assert last["host_tier"]["stored_bytes"] >= last["host_tier"]["used_bytes"] > 0
     assert any(band["pending"] or band["bound"] > band["cached_only"] for r in found for band in r["bands"])
+
+
+def test_a_host_tier_that_holds_no_page_stops_the_start() -> None:
+    with pytest.raises(
+        ConfigError, match="host_tier_bytes=500 does not hold one page: those of 'state' take 512 bytes"
+    ):
+        on_fake_runner(60_000, host_tier_bytes=500)
+    with closing(on_fake_runner(60_000, host_tier_bytes=512)) as engine:
+        assert engine.arena_report()["host_tier"]["budget_bytes"] == 512

@@ -9,10 +9,13 @@ from typing import Any
 import torch
 
 from kernels._native import ops
-from kernels._native.library import AttentionProjections, Bank, DeltaNet, Layer, Library, Moe, library
+from kernels._native.library import AttentionProjections, Bank, DeltaNet, Layer, Moe, library
 
 LINE = 16
 """Scratch is laid out in whole vectors of so many floats."""
+
+BRIEF_PRODUCTS = 1 << 25
+"""Multiplications of a call, about half a millisecond, that may keep Python's lock; longer ones let others run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,11 @@ class Packed:
     depth: int
 
     @property
+    def products(self) -> int:
+        """Multiplications per row."""
+        return self.columns * self.depth
+
+    @property
     def layer(self) -> Layer:
         """The layer as C sees it; the tensors must outlive it."""
         bias = None if self.bias is None else self.bias.data_ptr()
@@ -32,10 +40,18 @@ class Packed:
         return Layer(self.weight.data_ptr(), bias, self.columns, self.depth, half)
 
 
-def _loaded() -> Library:
-    loaded = library()
-    assert loaded is not None
-    return loaded
+class _Call:
+    """One kernel, by how long it will take."""
+
+    def __init__(self, name: str, products_per_row: int) -> None:
+        loaded = library()
+        assert loaded is not None
+        self._brief, self._long = getattr(loaded.quick, name), getattr(loaded.long, name)
+        self._most_rows = BRIEF_PRODUCTS // products_per_row
+
+    def over(self, rows: int) -> Any:
+        """The function for so many rows."""
+        return self._brief if rows <= self._most_rows else self._long
 
 
 def _scratch(*sizes: int) -> torch.Tensor:
@@ -75,7 +91,8 @@ class MoeStep:
         self._ref = byref(self._moe)
         # Per row: ids of 8 bytes, weights, the router's columns, the shared expert's middle and its result.
         self._widths = (2 * experts_per_token, experts_per_token, router.columns, shared_size, bank.hidden)
-        self._call = _loaded().quick.moe_step
+        products = router.products + (0 if shared_down is None else shared_down.products)
+        self._call = _Call("moe_step", products + experts_per_token * 3 * bank.hidden * bank.inner)
 
     def takes(self, x: torch.Tensor) -> bool:
         """Whether it serves these tokens [tokens, H]."""
@@ -86,7 +103,7 @@ class MoeStep:
         rows, hidden = x.shape
         out = torch.empty(rows, hidden)
         scratch = _scratch(*(rows * width for width in self._widths))
-        self._call(self._ref, x.data_ptr(), rows, scratch.data_ptr(), out.data_ptr())
+        self._call.over(rows)(self._ref, x.data_ptr(), rows, scratch.data_ptr(), out.data_ptr())
         return out
 
 
@@ -123,7 +140,8 @@ class DeltaNetStep:
         )
         self._ref = byref(self._net)
         self._widths = (inner.columns, 3 * v_heads, conv.shape[1], 2 * k_heads * d_k, v_heads * d_v)
-        self._call = _loaded().quick.delta_net_step
+        products = inner.products + outer.products + 4 * v_heads * d_k * d_v
+        self._call = _Call("delta_net_step", products)
 
     def takes(self, x: torch.Tensor, conv_pages: torch.Tensor, state_pages: torch.Tensor) -> bool:
         """Whether it serves these tokens and pages."""
@@ -136,7 +154,7 @@ class DeltaNetStep:
         rows, hidden = x.shape
         out = torch.empty(rows, hidden)
         scratch = _scratch(*(rows * width for width in self._widths))
-        self._call(
+        self._call.over(rows)(
             self._ref,
             x.data_ptr(),
             rows,
@@ -173,7 +191,8 @@ class AttentionStep:
         norm = None if head_norm is None else head_norm.data_ptr()
         self._layer = AttentionProjections(inner.layer, outer.layer, norm, *heads, eps, gated)
         self._ref = byref(self._layer)
-        self._front, self._back = _loaded().quick.attention_front, _loaded().quick.attention_back
+        self._front = _Call("attention_front", inner.products)
+        self._back = _Call("attention_back", outer.products)
 
     def takes(self, x: torch.Tensor, key_pages: torch.Tensor, value_pages: torch.Tensor) -> bool:
         """Whether it serves these tokens and pages."""
@@ -199,7 +218,7 @@ class AttentionStep:
             turned = torch.empty(rows, self._turned, self._dim)
         else:
             turned = inner[:, : self._turned * self._dim].view(rows, self._turned, self._dim)
-        self._front(
+        self._front.over(rows)(
             self._ref,
             x.data_ptr(),
             x.stride(0),
@@ -222,5 +241,5 @@ class AttentionStep:
         """[rows, H] of attention's [rows, heads, dim], which is contiguous and may be changed."""
         rows = mixed.shape[0]
         out = torch.empty(rows, self._hidden)
-        self._back(self._ref, mixed.data_ptr(), inner.data_ptr(), rows, out.data_ptr())
+        self._back.over(rows)(self._ref, mixed.data_ptr(), inner.data_ptr(), rows, out.data_ptr())
         return out

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from kernels._native import ops as native
+from kernels._native import sublayers
+from kernels._native.library import library
 from kernels.kv import write_kv
 from kernels.linear import Linear
 from kernels.moe import ExpertBank, route, run_experts
@@ -147,3 +149,16 @@ def test_what_a_call_does_not_take() -> None:
     assert front.takes(x, pages, pages)
     assert not front.takes(x, pages, pages.bfloat16())
     assert not front.takes(x, pages.transpose(2, 3), pages)
+
+
+def test_long_calls_do_not_keep_pythons_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    router, down = linear(8 + 1 + 2 * 12, HIDDEN), linear(HIDDEN, 12)
+    bank = ExpertBank(torch.randn(8, HIDDEN, 16), torch.randn(8, 8, HIDDEN), None, None, GatedActivation())
+    brief = moe_step(router, bank, 2, True, 12, down)
+    monkeypatch.setattr(sublayers, "BRIEF_PRODUCTS", 3 * (33 * HIDDEN + 12 * HIDDEN + 2 * 3 * HIDDEN * 8))
+    long, loaded, x = moe_step(router, bank, 2, True, 12, down), library(), torch.randn(9, HIDDEN)
+    assert brief is not None and long is not None and loaded is not None
+    assert long._call.over(3) is loaded.quick.moe_step
+    assert long._call.over(4) is loaded.long.moe_step
+    assert torch.equal(long(x), brief(x))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,7 +46,9 @@ def graph_steps(driver: PlanDriver) -> tuple[float, float]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("family", "window"), [("qwen3_5_moe", 48), ("qwen3_moe", 0), ("gpt_oss", 0)])
-def test_a_replayed_step_gives_the_bits_of_an_eager_one(family: str, window: int, dtype: str) -> None:
+def test_a_replayed_step_gives_the_bits_of_an_eager_one(
+    family: str, window: int, dtype: str, record_property: Callable[[str, object], None]
+) -> None:
     folder = tiny_folder(family, window=window)
     prompts = [random_prompt(random.Random(n), n) for n in (1, 2, 15, 17, 64, 130, 300)]
     answers = []
@@ -58,6 +61,9 @@ def test_a_replayed_step_gives_the_bits_of_an_eager_one(family: str, window: int
         replayed, eager = graph_steps(driver)
         assert (replayed > 5, eager > 5) == (replaying, not replaying)
     assert answers[0] == answers[1]
+    record_property(
+        "figure", f"{family}, {dtype}: {eager:.0f} decode steps, captured or eager, have the same bits"
+    )
 
 
 def test_padding_rows_write_nothing() -> None:
@@ -78,7 +84,7 @@ def test_padding_rows_write_nothing() -> None:
     assert not changed.any()
 
 
-def test_collecting_a_step_does_not_wait_for_the_next() -> None:
+def test_collecting_a_step_does_not_wait_for_the_next(record_property: Callable[[str, object], None]) -> None:
     driver = open_driver(tiny_folder("qwen3_moe"))
     runner = driver._runner
     request = driver.add(random_prompt(random.Random(0), 20), SAMPLING)
@@ -96,9 +102,12 @@ def test_collecting_a_step_does_not_wait_for_the_next() -> None:
     assert result.num_new.tolist() == [1]
     assert slept > 0.4
     assert waited < slept / 4
+    record_property(
+        "figure", f"collecting a step beside {1e3 * slept:.0f} ms of later work took {1e3 * waited:.1f} ms"
+    )
 
 
-def test_launching_does_not_wait_for_the_device() -> None:
+def test_launching_does_not_wait_for_the_device(record_property: Callable[[str, object], None]) -> None:
     # In bfloat16 and longer than what goes token by token: the library's chunked kernels are among the launches.
     driver = open_driver(tiny_folder("qwen3_5_moe", window=48), captured=True, dtype="bfloat16")
     runner = driver._runner
@@ -123,6 +132,9 @@ def test_launching_does_not_wait_for_the_device() -> None:
     took = time.perf_counter() - started
     assert took > 0.4
     assert launched < took / 2
+    record_property(
+        "figure", f"launching two steps behind {1e3 * took:.0f} ms of work took {1e3 * launched:.1f} ms"
+    )
 
 
 def first_answers(driver: PlanDriver, prompts: list[list[int]], num_new: int) -> list[list[TokenLogprobs]]:

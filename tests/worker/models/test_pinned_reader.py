@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,9 @@ def test_a_tensor_of_several_buffers_arrives_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_loading_takes_two_buffers_of_host_memory(tmp_path: Path) -> None:
+def test_loading_takes_two_buffers_of_host_memory(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     size = 3 << 30
     save_file({"large": torch.zeros(size, dtype=torch.uint8)}, str(tmp_path / "model.safetensors"))
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
@@ -74,7 +77,9 @@ def test_loading_takes_two_buffers_of_host_memory(tmp_path: Path) -> None:
     found = store.read("large", (size,), "normal", torch.device("cuda"))
     store.close()
     grown = peak_host_bytes() - before
-    print(f"\n3.2 GB onto the device: host memory grew by {grown / 1e6:.0f} MB at most")
+    record_property(
+        "figure", f"loading 3.2 GB onto the GPU: host memory grew by {grown / 1e6:.0f} MB at most"
+    )
     assert found.shape == (size,)
     assert grown < 4 * CHUNK_BYTES
 

@@ -19,6 +19,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -107,10 +108,10 @@ class Server:
 
 
 def load_of(port: int, pace: Pace, measured_s: float) -> Load:
-    """Streams of at least three seconds, and so long that some 25 a second begin; opened at twice that rate."""
+    """Streams of at least three seconds, and so long that some 25 a second begin; opened at that rate, too."""
     stream_s = max(3.0, pace.num_streams / 25)
     tokens = int(stream_s * pace.tokens_per_s)
-    return Load(port, pace.num_streams, tokens, max(2.0, stream_s / 2), measured_s=measured_s)
+    return Load(port, pace.num_streams, tokens, stream_s, measured_s=measured_s)
 
 
 def figures_of(measured: Measured, load: Load, pace: Pace) -> dict[str, float]:
@@ -123,16 +124,19 @@ def figures_of(measured: Measured, load: Load, pace: Pace) -> dict[str, float]:
         "offered_tokens_per_s": pace.tokens_per_s * load.num_streams,
         "messages_per_s": measured.num_messages / load.measured_s,
         "begun_per_s": len(first) / load.measured_s,
-        "first_token_ms_p50": quantile(first, 0.5),
-        "first_token_ms_p99": quantile(first, 0.99),
-        "gap_ms_p50": 1e3 * quantile(measured.gaps_s, 0.5),
-        "gap_ms_p99": 1e3 * quantile(measured.gaps_s, 0.99),
-        "message_tokens_p99": quantile(measured.sizes, 0.99),
+        **_quantiles("first_token_ms", first, 0.5, 0.99),
+        **_quantiles("gap_ms", [1e3 * s for s in measured.gaps_s], 0.5, 0.99),
+        **_quantiles("message_tokens", measured.sizes, 0.99),
         "message_tokens_max": max(measured.sizes, default=0),
         "failures": len(measured.failures),
         "cpu_cores": sum(measured.cpu_s.values()) / load.measured_s,
         **cpu,
     }
+
+
+def _quantiles(name: str, values: Sequence[float], *shares: float) -> dict[str, float]:
+    """Of what was not seen there is no figure."""
+    return {f"{name}_p{100 * share:.0f}": quantile(values, share) for share in shares if values}
 
 
 def run_transport(

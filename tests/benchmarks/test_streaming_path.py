@@ -65,9 +65,10 @@ def test_tokens_gaps_and_first_tokens_are_counted() -> None:
     assert not measured.failures
     assert set(measured.sizes) <= {1, 2, 3, 4}
     assert measured.num_tokens == sum(measured.sizes)
-    assert measured.num_messages == len(measured.sizes) > 20
-    assert 0.0 < min(measured.first_token_s) < 0.1
-    assert min(measured.gaps_s) > 0.01
+    assert measured.num_messages == len(measured.sizes) > 10
+    assert 0.0 < min(measured.first_token_s) < 0.5
+    # On a busy machine two messages may be read at once.
+    assert client.quantile(measured.gaps_s, 0.5) > 0.01
     figures = figures_of(measured, load, pace_of(4, 1e9))
     assert figures["tokens_per_s"] == pytest.approx(measured.num_tokens / 0.8)
     assert figures["begun_per_s"] == pytest.approx(len(measured.first_token_s) / 0.8)
@@ -88,9 +89,11 @@ def test_a_stream_that_stands_still_is_a_failure(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_was_not_measured_is_no_figure() -> None:
-    load = Load(80, 4, 12)
+    figures = figures_of(Measured(), Load(80, 4, 12), pace_of(4, 1e9))
+    assert figures["tokens_per_s"] == figures["begun_per_s"] == 0.0
+    assert not [name for name in figures if name.endswith(("p50", "p99"))]
     with pytest.raises(ValueError, match="nothing was measured"):
-        figures_of(Measured(), load, pace_of(4, 1e9))
+        client.quantile([], 0.5)
 
 
 def test_the_first_streams_end_evenly() -> None:
@@ -104,7 +107,7 @@ def test_the_pace_is_bounded_per_stream_and_in_all(streams: int, per_stream: flo
 
 
 @pytest.mark.parametrize(
-    ("streams", "tokens", "ramp_s"), [(1, 600, 2.0), (256, 2_048, 5.12), (1_000, 2_240, 20.0)]
+    ("streams", "tokens", "ramp_s"), [(1, 600, 3.0), (256, 2_048, 10.24), (1_000, 2_240, 40.0)]
 )
 def test_streams_are_long_enough_that_few_begin_at_once(streams: int, tokens: int, ramp_s: float) -> None:
     load = load_of(80, pace_of(streams, 56_000.0), 5.0)

@@ -22,6 +22,7 @@ from serve_app.deployments.worker import Worker, WorkerArgs
 from serve_app.http.api_keys import KeyRing
 from serve_app.policies.coalescing import CoalescingConfig
 from serve_app.policies.placement import PlacementConfig
+from serve_app.policies.prediction import CostModel
 
 ROUTER_REQUESTS = 10_000
 """The limit that sheds load is the Router's own queue; Serve's must not come before it."""
@@ -102,6 +103,7 @@ def _model_args(args: AppArgs) -> ModelArgs:
             from_zero=bool(args.max_replicas) and args.min_replicas == 0,
         ),
         placement=PlacementConfig(
+            costs=CostModel(link_bytes_per_s=args.link_bytes_per_s),
             queue_share=args.worker_backlog / args.worker.max_running,
             ticket_ttl_s=args.request_timeout_s + TICKET_MARGIN_S,
             expert_affinity=args.expert_affinity,

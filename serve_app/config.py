@@ -83,6 +83,11 @@ class AppArgs(BaseModel):
     expert_affinity: bool = Field(
         default=True, description="Place requests where the experts that they will likely use are resident."
     )
+    link_bytes_per_s: float = Field(
+        default=50e9,
+        gt=0,
+        description="From host to device: what a missing expert costs is its bytes over this (placement alone).",
+    )
     accept_timeout_s: float = Field(
         default=30.0,
         gt=0,

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.drills.worker import DrillWorker
+from benchmarks.drills.worker import Arrivals, DrillWorker
 from serve_app.build import application
 from serve_app.config import AppArgs
 from worker.api import Headroom, WorkerSnapshot
@@ -57,13 +57,21 @@ class Service:
 
     def ask_workers(self, method: str, *given: Any) -> list[Any]:
         """Calls a method of every worker."""
+        return list(self._handle().broadcast(method, "", *given).results(timeout_s=60.0))
+
+    def drain(self, replica: str, timeout_s: float) -> int:
+        """Drains one worker; how many requests it had to abort."""
+        aborted: int = self._handle().drain.remote(replica, timeout_s).result()
+        return aborted
+
+    def _handle(self) -> Any:
         from ray import serve
 
         handle = serve.get_deployment_handle("Worker", self.name)
         if not handle.is_initialized:
             # In throughput mode a handle without a loop of its own can only be used inside one.
             handle._init(_run_router_in_separate_loop=True)
-        return list(handle.broadcast(method, "", *given).results(timeout_s=60.0))
+        return handle
 
     def mute(self, seconds: float) -> None:
         """No worker pushes for so long."""
@@ -72,6 +80,10 @@ class Service:
     def snapshots(self) -> list[WorkerSnapshot]:
         """The state of every worker, from the engines themselves."""
         return self.ask_workers("snapshot")
+
+    def arrivals(self) -> list[Arrivals]:
+        """Which requests have reached each worker."""
+        return self.ask_workers("arrivals")
 
     def replicas(self) -> list[dict[str, Any]]:
         """What the Router that answers knows of its workers."""

@@ -1,0 +1,251 @@
+"""Measures what expert affinity saves: four real replicas of the demo model, experts paged, four domains of requests.
+
+    python -m benchmarks.replica_affinity [--json FILE] [--conversations 96] [--clients 2]
+
+The same conversations run twice through real Ray Serve, with the expert term of placement and without it; everything
+else of the router is the same. Bytes paged in are the engines' own counters, from the moment that every domain has
+been seen. ``overlap`` is how much of one domain's expert choices falls on another's twelve most used experts of each
+layer: where domains used the same experts there would be nothing to save.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from benchmarks.drills.clients import new_client
+from benchmarks.drills.cluster import running_cluster
+from benchmarks.report import Conditions, Report, publish, report_parser
+from demo.tasks import arithmetic, conversation, copying, tools
+from demo.tasks.sample import Message, Sample, render
+
+DEMO = Path(__file__).resolve().parents[1] / "demo" / "model"
+DOMAINS: Mapping[str, Callable[[random.Random], Sample]] = {
+    "sums": arithmetic.two_digit_sum,
+    "stories": conversation.story,
+    "copying": copying.copy_twice,
+    "calls": tools.one_call,
+}
+REPLICAS = 4
+TURNS = 2
+ANSWER_TOKENS = 40
+TOP = 12
+EXPERT_BYTES = 18 << 20
+"""About seven tenths of the experts of all layers, in float32."""
+LINK_BYTES_PER_S = 1e9
+"""An expert of the demo model then costs as long on the way as one of 4.7 MB over PCIe 5: 0.1 ms."""
+
+
+@dataclass
+class Run:
+    """What one run of all conversations saw."""
+
+    bytes_paged: int = 0
+    hits: int = 0
+    misses: int = 0
+    cached_tokens: int = 0
+    returned: int = 0
+    later_turns: int = 0
+    num_astray: int = 0
+    num_requests: int = 0
+    by_domain: dict[str, Counter[str]] = field(default_factory=dict)
+
+    @property
+    def miss_rate(self) -> float:
+        """Of the experts that decode steps looked up."""
+        return self.misses / max(1, self.hits + self.misses)
+
+
+def options_of(expert_affinity: bool, expert_bytes: int = EXPERT_BYTES) -> dict[str, Any]:
+    """The service's options."""
+    return {
+        "model": str(DEMO),
+        "served_name": "demo",
+        "engine": "native",
+        "device": "cpu",
+        "num_threads": 1,
+        "replicas": REPLICAS,
+        "max_running": 8,
+        "arena_bytes": 40 << 20,
+        "experts": "paged",
+        "expert_bytes": expert_bytes,
+        "expert_affinity": expert_affinity,
+        "link_bytes_per_s": LINK_BYTES_PER_S,
+        "graceful_shutdown_timeout_s": 2.0,
+        "log_level": "warning",
+    }
+
+
+async def converse(http: httpx.AsyncClient, domain: str, number: int) -> int:
+    """One conversation of several turns; how many prompt tokens of the later ones came from a prefix cache."""
+    chance = random.Random(f"{domain} {number}")
+    messages: list[Message] = []
+    cached = 0
+    for _ in range(TURNS):
+        sample = DOMAINS[domain](chance)
+        messages += [m for m in sample.messages[:-1] if m["role"] == "user"]
+        body = {"messages": messages, "temperature": 0, "max_tokens": ANSWER_TOKENS}
+        more = {"user": domain} | ({"tools": sample.tools} if sample.tools and len(messages) == 1 else {})
+        headers = {"x-session-id": f"{domain}-{number}"}
+        response = await http.post("/v1/chat/completions", json=body | more, headers=headers)
+        response.raise_for_status()
+        answer = response.json()
+        cached += answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        text = answer["choices"][0]["message"].get("content") or ""
+        messages.append({"role": "assistant", "content": text})
+    return cached
+
+
+async def run_all(url: str, order: Sequence[tuple[str, int]], num_clients: int) -> int:
+    """All conversations, so many at once; answers the prompt tokens that came from prefix caches."""
+    waiting = list(reversed(order))
+    cached = 0
+    async with new_client(url) as http:
+
+        async def client() -> None:
+            nonlocal cached
+            while waiting:
+                cached += await converse(http, *waiting.pop())
+
+        await asyncio.gather(*(client() for _ in range(num_clients)))
+    return cached
+
+
+def order_of(conversations: int, first: int, seed: int) -> list[tuple[str, int]]:
+    """Conversations of all domains, mixed at random."""
+    found = [
+        (domain, first + number) for number in range(conversations // len(DOMAINS)) for domain in DOMAINS
+    ]
+    random.Random(seed).shuffle(found)
+    return found
+
+
+def measure(service: Any, conversations: int, num_clients: int) -> Run:
+    """Runs the load against a deployed service: a third of it first, unmeasured, from which the router learns."""
+    asyncio.run(run_all(service.url, order_of(conversations // 3, 10_000, 1), num_clients))
+    before, seen = service.snapshots(), {a.replica: len(a.affinity_keys) for a in service.arrivals()}
+    cached = asyncio.run(run_all(service.url, order_of(conversations, 0, 2), num_clients))
+    after, arrivals = service.snapshots(), service.arrivals()
+    run = Run(cached_tokens=cached)
+    for states, sign in ((before, -1), (after, 1)):
+        run.bytes_paged += sign * sum(state.expert_bytes_paged for state in states)
+        run.hits += sign * sum(state.expert_hits for state in states)
+        run.misses += sign * sum(state.expert_misses for state in states)
+    _trace(run, {a.replica: a.affinity_keys[seen[a.replica] :] for a in arrivals})
+    run.num_astray = sum(a.num_astray for a in arrivals)
+    return run
+
+
+def _trace(run: Run, arrived: Mapping[str, Sequence[str]]) -> None:
+    """Where each conversation went, from what reached the workers."""
+    turns: dict[str, Counter[str]] = {}
+    for replica, keys in arrived.items():
+        for key in keys:
+            turns.setdefault(key, Counter())[replica] += 1
+            domain = next(name for name in DOMAINS if name in key)
+            run.by_domain.setdefault(domain, Counter())[replica] += 1
+    run.num_requests = sum(len(keys) for keys in arrived.values())
+    run.later_turns = sum(counts.total() - 1 for counts in turns.values())
+    run.returned = sum(max(counts.values()) - 1 for counts in turns.values())
+
+
+def overlaps(num_samples: int = 8) -> tuple[dict[str, float], list[str]]:
+    """By pair of domains the overlap, and the table; from the reference's router over answers of the task programs."""
+    import torch
+    from tokenizers import Tokenizer
+
+    from demo.expert_routing import record
+    from demo.reference import load_reference
+
+    torch.set_num_threads(1)
+    model, tokenizer = load_reference(DEMO), Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    use: dict[str, np.ndarray] = {}
+    for domain, make in DOMAINS.items():
+        chosen = []
+        for number in range(num_samples):
+            sample = make(random.Random(number))
+            ids = [
+                tokenizer.encode(render(list(part), sample.tools), add_special_tokens=False).ids
+                for part in (sample.messages, sample.messages[:-1])
+            ]
+            chosen.append(record(model, [ids[0]], [True]).chosen[:, len(ids[1]) :])
+        joined, num_experts = np.concatenate(chosen, axis=1), model.config.num_experts
+        counts = np.stack([np.bincount(layer.ravel(), minlength=num_experts) for layer in joined])
+        use[domain] = counts / counts.sum(1, keepdims=True)
+    found = {}
+    lines = ["", f"share of the row's choices on the column's {TOP} most used experts of each layer:"]
+    lines.append(" " * 10 + "".join(f"{name:>10}" for name in DOMAINS))
+    for row in DOMAINS:
+        for column in DOMAINS:
+            best = np.argsort(use[column], axis=1)[:, -TOP:]
+            found[f"{row}.{column}"] = float(np.take_along_axis(use[row], best, axis=1).sum(1).mean())
+        lines.append(f"{row:>10}" + "".join(f"{found[f'{row}.{column}']:10.2f}" for column in DOMAINS))
+    return found, lines
+
+
+def figures_of(runs: Mapping[bool, Run]) -> list[dict[str, Any]]:
+    """A row for each run, and what the term saves."""
+    saved = 1 - runs[True].bytes_paged / max(1, runs[False].bytes_paged)
+    return [
+        {
+            "router": "with_term" if wanted else "without_term",
+            "mb_paged": run.bytes_paged / 1e6,
+            "miss_rate": run.miss_rate,
+            "returned_share": run.returned / max(1, run.later_turns),
+            "cached_tokens": run.cached_tokens,
+            "requests": run.num_requests,
+            "astray": run.num_astray,
+            "bytes_saved_share": saved if wanted else 0.0,
+        }
+        for wanted, run in sorted(runs.items())
+    ]
+
+
+def main() -> int:
+    """Runs both, prints and writes the figures."""
+    parser = report_parser(__doc__)
+    parser.add_argument("--conversations", type=int, default=96)
+    parser.add_argument("--clients", type=int, default=2)
+    options = parser.parse_args()
+    overlap, lines = ({}, []) if options.conversations < 48 else overlaps()
+    runs: dict[bool, Run] = {}
+    with running_cluster("default") as address:
+        from benchmarks.drills.service import Service
+
+        for wanted in (False, True):
+            service = Service(f"affinity{wanted:d}", address, options_of(wanted))
+            service.deploy()
+            service.wait_until_whole(REPLICAS, 1, 120.0)
+            runs[wanted] = measure(service, options.conversations, options.clients)
+            service.delete()
+    for wanted, run in runs.items():
+        lines.append(f"{'with' if wanted else 'without'} the term, requests of each domain by replica:")
+        replicas = sorted({replica for counts in run.by_domain.values() for replica in counts})
+        for domain in DOMAINS:
+            counts = run.by_domain[domain]
+            lines.append(f"{domain:>10}" + "".join(f"{counts[replica]:6}" for replica in replicas))
+    conditions = Conditions(
+        model="demo/model",
+        weights="trained",
+        prompts=f"{options.conversations} conversations of {TURNS} turns from demo.tasks: {', '.join(DOMAINS)}",
+        cache="warm: a third as many conversations before",
+        batch=f"{options.clients} clients, 1 thread a replica",
+        context=f"up to 500 tokens, {ANSWER_TOKENS} new ones a turn",
+        resident=f"{EXPERT_BYTES >> 20} MiB of 25 MB a replica; placement takes the link for {LINK_BYTES_PER_S:g} B/s",
+    )
+    notes = [*lines, *(f"overlap.{pair} {share:.2f}" for pair, share in overlap.items())]
+    publish(Report("replica_affinity", conditions, tuple(figures_of(runs)), tuple(notes)), options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

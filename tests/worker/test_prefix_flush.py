@@ -1,0 +1,66 @@
+"""Emptying the prefix cache of a running engine: everything unused goes, what is in use stays, nothing else changes."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from tests.worker.test_native_engine import on_fake_runner, read
+from worker.api import GenerateRequest, SamplingParams
+from worker.engines.native import NativeEngine
+from worker.errors import EngineDead
+
+PROMPT = tuple(range(1, 200))
+
+
+def run(engine: NativeEngine, name: str) -> Any:
+    """One request; its last event."""
+
+    async def one() -> Any:
+        engine.submit(GenerateRequest(name, PROMPT, SamplingParams(max_tokens=4)))
+        return await read(engine, name)
+
+    return asyncio.run(one())
+
+
+def held_bytes(engine: NativeEngine) -> int:
+    """Bytes of pages that requests or the prefix cache hold."""
+    kinds = engine.snapshot().headroom.kinds.values()
+    return sum(kind.used_bytes + kind.reclaimable_bytes + kind.pending_bytes for kind in kinds)
+
+
+def test_a_flush_frees_every_page_that_no_request_uses() -> None:
+    with closing(on_fake_runner()) as engine:
+        assert run(engine, "a").timeline.num_cached_tokens == 0
+        assert run(engine, "b").timeline.num_cached_tokens > 0
+        assert held_bytes(engine) > 0
+        assert engine.flush_prefix_cache() > 0
+        assert held_bytes(engine) == 0
+        assert engine.flush_prefix_cache() == 0
+        assert run(engine, "c").timeline.num_cached_tokens == 0
+
+
+def test_a_flush_beside_a_running_request_changes_none_of_its_tokens() -> None:
+    with closing(on_fake_runner()) as engine:
+        asked = GenerateRequest(
+            "long", PROMPT, SamplingParams(max_tokens=300, temperature=0, ignore_eos=True)
+        )
+
+        async def flushed(times: int) -> tuple[int, ...]:
+            engine.submit(asked)
+            reading = asyncio.ensure_future(read(engine, "long"))
+            for _ in range(times):
+                await asyncio.to_thread(engine.flush_prefix_cache)
+            return (await reading).token_ids
+
+        assert asyncio.run(flushed(0)) == asyncio.run(flushed(5))
+
+
+def test_a_closed_engine_flushes_nothing() -> None:
+    engine = on_fake_runner()
+    engine.close()
+    with pytest.raises(EngineDead):
+        engine.flush_prefix_cache()

@@ -31,11 +31,11 @@ def reference_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """The folder's model, windows applied."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     apply_attention_windows(model)
-    _use_plain_functions(sys.modules[type(model).__module__])
+    use_plain_functions(sys.modules[type(model).__module__])
     return model
 
 
-def _use_plain_functions(modelling: ModuleType) -> None:
+def use_plain_functions(modelling: ModuleType) -> None:
     """Makes a model's code call torch's own functions where it would call a package for GPUs, if that is installed."""
     for name in ("gated_delta_rule", "causal_conv1d"):
         for key, found in list(vars(modelling).items()):

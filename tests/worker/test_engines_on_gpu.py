@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from importlib import import_module
 
 import pytest
 
+from benchmarks.cpu_reference import use_plain_functions
 from worker.api import Engine, GenerateRequest, SamplingParams
 from worker.config import WorkerConfig
 from worker.engines import ENGINES
@@ -35,6 +37,9 @@ async def answers(engine: Engine, prompts: Sequence[tuple[int, ...]]) -> list[li
 
 
 def run(name: str, device: str) -> list[list[tuple[int, float, float]]]:
+    if name == "transformers":
+        # A package for GPUs would be tuned for a minute, and is not what is compared.
+        use_plain_functions(import_module("transformers.models.qwen3_5_moe.modeling_qwen3_5_moe"))
     engine = ENGINES.load(name)(
         WorkerConfig(model=MODEL, engine=name, device=device, dtype="float32", arena_bytes=1 << 28)
     )

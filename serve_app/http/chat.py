@@ -17,6 +17,7 @@ from serve_app.http.streaming import Chunk, EventTemplate
 from serve_app.http.tools import ToolUse, answer_grammar, read_tools
 from serve_app.http.turn import TurnReader
 from serve_app.text.chat_formats.base import ChatDelta, Tool
+from serve_app.text.literals import Literals
 from worker.errors import InvalidRequest
 
 CONTENT_ALONE = {"content"}
@@ -47,11 +48,12 @@ class ChatPlan:
 
 def plan_chat(body: ChatRequest, model: ServedModel) -> ChatPlan:
     """What to generate; raises InvalidRequest."""
-    prompt, use = render_chat(body, model)
+    rendered = render_chat(body, model)
+    prompt, use = rendered.prompt, rendered.use
     parallel = body.parallel_tool_calls is not False
     limit = body.token_limit()
     answer = AnswerPlan(
-        prompts=[model.text.encode(prompt)],
+        prompts=[rendered.token_ids],
         sampling=body.sampling(limit if limit is not None else 2**31, body.num_logprobs()),
         limited=limit is not None,
         num_choices=body.n or 1,
@@ -65,8 +67,18 @@ def plan_chat(body: ChatRequest, model: ServedModel) -> ChatPlan:
     return ChatPlan(answer, prompt, use.callable, parallel)
 
 
-def render_chat(body: ChatRequest, model: ServedModel) -> tuple[str, ToolUse]:
-    """The prompt's text, and what may be done with tools; raises InvalidRequest."""
+@dataclass(frozen=True)
+class RenderedChat:
+    """A conversation as the model reads it. Special tokens are the template's own: where a message has one in it, the
+    ids spell it out. ``use``: what may be done with tools."""
+
+    prompt: str
+    token_ids: Sequence[int]
+    use: ToolUse
+
+
+def render_chat(body: ChatRequest, model: ServedModel) -> RenderedChat:
+    """The prompt of a conversation; raises InvalidRequest."""
     if model.template is None:
         raise InvalidRequest(
             "messages",
@@ -75,8 +87,16 @@ def render_chat(body: ChatRequest, model: ServedModel) -> tuple[str, ToolUse]:
     use = read_tools(body.tools, body.tool_choice)
     if use.callable and model.format.name == "plain":
         raise InvalidRequest("tools", f"The chat template of {model.name!r} knows no tools; leave them out.")
-    messages = model.format.messages(template_messages(body.messages))
-    return model.template.render(messages, use.described, _variables(body)), use
+    literals = Literals(model.text)
+    # What a model wrote itself may hold the marks that its format reads.
+    own = {model.text.piece(token) for token in model.format.keep_special(model.text)}
+    messages = [
+        literals.hide(message, own if message.get("role") == "assistant" else ())
+        for message in model.format.messages(template_messages(body.messages))
+    ]
+    variables = literals.hide(_variables(body))
+    text = model.template.render(messages, literals.hide(use.described), variables)
+    return RenderedChat(literals.show(text), literals.encode(text), use)
 
 
 async def chat_chunks(

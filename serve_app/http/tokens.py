@@ -41,7 +41,7 @@ def tokenize(body: TokenizeRequest, model: ServedModel, max_model_len: int) -> d
         chat = ChatRequest(
             messages=body.messages or [], tools=body.tools, chat_template_kwargs=body.chat_template_kwargs
         )
-        tokens = model.text.encode(render_chat(chat, model)[0])
+        tokens = list(render_chat(chat, model).token_ids)
     return {"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ class TextModel:
         special_ids: ids of tokens that are marks and not text.
         names: special tokens by their role (``bos_token``, ``eos_token`` ...), as chat templates expect them.
         chat_template: Jinja source, or empty.
+        spelled: by each special token's text, that text in ordinary tokens.
     """
 
     tokenizer: Tokenizer
@@ -30,6 +31,7 @@ class TextModel:
     special_ids: frozenset[int]
     names: dict[str, str] = field(default_factory=dict)
     chat_template: str = ""
+    spelled: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Token ids of a text; special tokens written out in it become their ids."""
@@ -82,7 +84,24 @@ def describe(tokenizer: Tokenizer, settings: dict[str, Any], template: str) -> T
         if key.endswith("_token")
         and (isinstance(value, str) or (isinstance(value, dict) and "content" in value))
     }
-    return TextModel(tokenizer, _token_bytes(tokenizer, special), special, names, template)
+    token_bytes = _token_bytes(tokenizer, special)
+    spelled = _spelled(tokenizer, special, token_bytes)
+    return TextModel(tokenizer, token_bytes, special, names, template, spelled)
+
+
+def _spelled(
+    tokenizer: Tokenizer, special: frozenset[int], token_bytes: Sequence[bytes]
+) -> dict[str, tuple[int, ...]]:
+    found = {}
+    tokenizer.encode_special_tokens = True  # as text, for the moment
+    for token_id in special:
+        text = tokenizer.id_to_token(token_id) or ""
+        ids = tuple(tokenizer.encode(text, add_special_tokens=False).ids)
+        # Some tokenizers put a blank in front of every text.
+        blank = bool(ids) and token_bytes[ids[0]] == b" " and not text.startswith(" ")
+        found[text] = ids[1:] if blank else ids
+    tokenizer.encode_special_tokens = False
+    return found
 
 
 def _token_bytes(tokenizer: Tokenizer, special: frozenset[int]) -> list[bytes]:

@@ -158,7 +158,9 @@ def test_long_calls_do_not_keep_pythons_lock(monkeypatch: pytest.MonkeyPatch) ->
     brief = moe_step(router, bank, 2, True, 12, down)
     monkeypatch.setattr(sublayers, "BRIEF_PRODUCTS", 3 * (33 * HIDDEN + 12 * HIDDEN + 2 * 3 * HIDDEN * 8))
     long, loaded, x = moe_step(router, bank, 2, True, 12, down), library(), torch.randn(9, HIDDEN)
-    assert brief is not None and long is not None and loaded is not None
+    assert brief is not None
+    assert long is not None
+    assert loaded is not None
     assert long._call.over(3) is loaded.quick.moe_step
     assert long._call.over(4) is loaded.long.moe_step
     assert torch.equal(long(x), brief(x))

@@ -15,7 +15,8 @@ A veto is ``done(ticket, now_s, VETOED)``, then ``report`` of the snapshot that 
 with the replica in ``exclude``. ``choose`` books its placement at once, so that a burst under one old snapshot
 spreads: each request sees all the ones before it. Several Routers each keep their own; what they cannot see of each
 other comes back in snapshots. Of ``WorkerSnapshot.extra`` the keys ``kv_bytes_per_token``, ``expert_bytes`` and
-``link_bytes_per_s`` replace the cost model's start values where a worker reports them.
+``link_bytes_per_s`` replace the cost model's start values where a worker reports them; ``expert_places`` less
+``experts_resident`` is how many experts would find a free place there.
 """
 
 from __future__ import annotations
@@ -300,8 +301,10 @@ class Placement:
             hit = min(hits.get(name, 0), facts.num_prompt_tokens - 1)
             left = facts.num_prompt_tokens - hit
             # Where experts have no size they are no reason either.
-            missed = missing.get(name, 0.0) if self._costs[name].expert_bytes else 0.0
-            absent = view.num_absent_experts if self._config.expert_affinity else 0
+            # One that finds a free place drives nobody out: it is missed once, wherever the request goes.
+            free = view.num_free_places
+            missed = max(0.0, missing.get(name, 0.0) - free) if self._costs[name].expert_bytes else 0.0
+            absent = max(0, view.num_absent_experts - free) if self._config.expert_affinity else 0
             work = Work(left, new_tokens, missed, missed / mean if mean else 1.0, absent)
             rates = Rates(view.prefill_tokens_per_s, self._crowding.ms_per_active, self._link.share)
             terms = predict(work, load, rates, self._costs[name])

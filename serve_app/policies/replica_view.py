@@ -131,6 +131,17 @@ class ReplicaView:
         """Whether snapshots stopped for too long. A replica that never sent one is unknown, not dead."""
         return self.snapshot is not None and self.age_s(now_s) > DEAD_AGE_S
 
+    @property
+    def num_free_places(self) -> int:
+        """Expert places that hold no expert so far; 0 where the replica does not say. A place that pages have taken is
+        none: no more of them lie in the gap than its bytes hold."""
+        extra = self.snapshot.extra if self.snapshot is not None else {}
+        places, place_bytes = extra.get("expert_places", 0.0), extra.get("expert_bytes", 0.0)
+        if self.snapshot is None or not place_bytes:
+            return 0
+        usable = min(places, self.snapshot.headroom.gap_bytes / place_bytes)
+        return max(0, int(usable - extra.get("experts_resident", 0.0)))
+
     # -- own placements -----------------------------------------------------------------------------------------
 
     @property

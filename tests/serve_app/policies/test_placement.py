@@ -365,3 +365,26 @@ def test_without_expert_affinity_missing_experts_count_for_nothing() -> None:
         first[wanted].append(chosen(choice))
     assert set(first[True]) == {"a"}
     assert set(first[False]) == {"a", "b"}
+
+
+def test_an_expert_cache_that_is_not_full_is_no_reason_to_stay_away() -> None:
+    costs = CostModel(expert_bytes=1e7)
+    first: dict[int, set[str]] = {0: set(), 64: set()}
+    for free, seed in ((free, seed) for free in first for seed in range(12)):
+        placement = Placement(PlacementConfig(costs=costs), seed=seed)
+        for name, bits in (("warm", b"\xff" * 8), ("cold", b"\x00" * 8)):
+            resident = 64 if name == "warm" else 0
+            extra = {
+                "expert_bytes": 1e7,
+                "expert_places": float(resident),
+                "experts_resident": float(resident),
+            }
+            if name == "cold":
+                extra["expert_places"] = float(free)
+            experts = residency(bits, 1, None, 2, 32)
+            placement.report(name, snapshot(1, extra=extra, experts=experts), 0.0)
+        for _ in range(3):
+            placement.experts.observe(["tenant"], b"\xff" * 8)
+        first[free].add(chosen(placement.choose(RequestFacts(100, 10, (), ("chat", "tenant")), 0.0)))
+    assert first[0] == {"warm"}, "what it would miss there drives others out"
+    assert first[64] == {"warm", "cold"}, "all of it finds room"

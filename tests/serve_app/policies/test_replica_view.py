@@ -170,3 +170,12 @@ def test_expert_deltas_apply_to_their_base_only() -> None:
     view.accept(snapshot(5, experts=residency(b"\x00\x03", 5)), 0.4)
     assert view.resident_bits == b"\x00\x03"
     assert view.resident_is_whole
+
+
+def test_free_places_are_those_that_pages_have_not_taken() -> None:
+    view = ReplicaView("a", 1000.0)
+    assert view.num_free_places == 0, "nothing was heard of it"
+    extra = {"expert_places": 40.0, "experts_resident": 10.0, "expert_bytes": 100.0}
+    for sequence, gap_bytes, free in ((1, 1 << 20, 30), (2, 2_500, 15), (3, 500, 0)):
+        view.accept(snapshot(sequence, gap_bytes=gap_bytes, extra=extra), float(sequence))
+        assert view.num_free_places == free

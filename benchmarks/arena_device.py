@@ -133,6 +133,8 @@ def measure_device(
 
 
 def _device_conditions(sizes: Sizes) -> Conditions:
+    from benchmarks.arena import loads
+
     prompt, output = sizes.tokens
     return Conditions(
         model="Qwen3.5-4B shape",
@@ -140,7 +142,8 @@ def _device_conditions(sizes: Sizes) -> Conditions:
         prompts="random ids; pages that move: claimed, not computed",
         cache="prefix and host tier (4 GiB): cold, then warm; arena against split: cold",
         batch=f"prefix and host tier 1; others {sizes.at_once}",
-        context=f"{sizes.prefix}, {sizes.host}, arena against split {prompt} + {output} tokens",
+        context=f"shared {sizes.prefix} + {loads.TAIL_TOKENS}, host tier {sizes.host} + {loads.TAIL_TOKENS}, arena against"
+        f" split {prompt} + {output} tokens",
         resident="dense",
     )
 

@@ -20,8 +20,8 @@ from worker.api import GenerateRequest, SamplingParams, TokenEvent
 from worker.config import WorkerConfig
 from worker.engines.native import NativeEngine
 
-TAIL_TOKENS = 48
-"""Of a prompt behind a shared prefix: a question."""
+TAIL_TOKENS = 16
+"""Of a prompt behind a shared prefix: a short question."""
 Signal = asyncio.Event | None
 QUIET_STEPS = 40
 """Decode steps ahead of a compaction, to compare with."""

@@ -22,6 +22,9 @@ from kernels._triton.overlap import overlaps
 LOG2E = tl.constexpr(1.4426950408889634)
 SPLIT_TOKENS = 256
 """Keys of one split: few, so that one long row fills the card; its partial result is 3 % of what it read."""
+DECODE_PAIRS = 64
+CHUNK_PAIRS = 64
+"""(query, head) pairs of a tile."""
 
 
 @triton.jit
@@ -253,12 +256,22 @@ class _Tile:
     num_warps: int
     num_stages: int
 
+    def constants(self, split_tokens: int) -> dict[str, int]:
+        """What a launch is told."""
+        return {
+            "PAIRS": self.pairs,
+            "BLOCK": min(self.block, split_tokens),
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+        }
 
-def _tile(dtype: torch.dtype, dim: int, group_pad: int) -> _Tile:
-    """One shape for all batches: 64 pairs are the least that the widest matrix instruction takes."""
+
+def _tile(dtype: torch.dtype, dim: int, group_pad: int, chunk: bool) -> _Tile:
+    """Chunks take taller tiles, made of the same matrix instructions: 64 pairs are the least that the widest takes."""
     if dtype is torch.float32:
         return _Tile(max(16, group_pad), 32, 4, 2)
-    return _Tile(max(64, group_pad), 64, 4, 3 if dim <= 128 else 2)
+    pairs = max(CHUNK_PAIRS if chunk else DECODE_PAIRS, group_pad)
+    return _Tile(pairs, 64, max(4, pairs // 16), 3 if dim <= 128 else 2)
 
 
 def _strides(pages: torch.Tensor) -> tuple[int, int, int]:
@@ -297,7 +310,6 @@ def paged_attention(
     page_tokens, kv_heads = key_pages.shape[1], key_pages.shape[2]
     group = heads // kv_heads
     group_pad = triton.next_power_of_2(group)
-    tile = _tile(query.dtype, dim, group_pad)
     window, has_scale, overlap = rows.window, key_scale is not None, overlaps(query)
     reach = rows.max_kv_len if window is None else min(rows.max_kv_len, window)
     # Rows that see no more than a split's keys are not worth a second launch.
@@ -318,12 +330,14 @@ def paged_attention(
     )  # fmt: skip
     constants = {
         "HAS_WINDOW": window is not None, "HAS_SINKS": sinks is not None, "HAS_SCALE": has_scale, "PAGE": page_tokens,
-        "SPLIT": split_tokens, "PAIRS": tile.pairs, "BLOCK": min(tile.block, split_tokens), "GROUP": group,
-        "GROUP_PAD": group_pad, "DIM": dim, "num_warps": tile.num_warps, "num_stages": tile.num_stages,
-        "enable_fp_fusion": False, "OVERLAP": overlap, "launch_pdl": overlap,
+        "SPLIT": split_tokens, "GROUP": group, "GROUP_PAD": group_pad, "DIM": dim, "enable_fp_fusion": False,
+        "OVERLAP": overlap, "launch_pdl": overlap,
     }  # fmt: skip
+    tile = _tile(query.dtype, dim, group_pad, chunk=False)
     if decode:
-        _attend[(decode, kv_heads, splits)](*tensors, *numbers, SPREAD=True, **constants)
+        _attend[(decode, kv_heads, splits)](
+            *tensors, *numbers, SPREAD=True, **tile.constants(split_tokens), **constants
+        )
         _add_splits[(decode, heads)](
             partial, stats, query if sinks is None else sinks, out, rows.kv_len, splits, window or 0,
             out.stride(0), out.stride(1), HAS_WINDOW=window is not None, HAS_SINKS=sinks is not None,
@@ -331,5 +345,8 @@ def paged_attention(
             launch_pdl=overlap,
         )  # fmt: skip
     if chunk_rows:
+        tile = _tile(query.dtype, dim, group_pad, chunk=rows.num_decode_rows < rows.kv_len.shape[0])
         tiles = (query.shape[0] - decode) // (tile.pairs // group_pad) + chunk_rows
-        _attend[(tiles, kv_heads)](*tensors, *numbers, SPREAD=False, **constants)
+        _attend[(tiles, kv_heads)](
+            *tensors, *numbers, SPREAD=False, **tile.constants(split_tokens), **constants
+        )

@@ -25,7 +25,7 @@ from benchmarks.gpu_engine import (
 )
 from benchmarks.prefill_speed import prefill_flops
 from benchmarks.replay.rates import DENSE_FLOPS_PER_S
-from benchmarks.report import Conditions, Report, publish, report_parser
+from benchmarks.report import Conditions, Report, Value, publish, report_parser
 from benchmarks.shapes import shape_config, shape_folder, shape_geometry
 from benchmarks.step_profile import Kernel, part_of, record_kernels
 from worker.advise.formats import find_format
@@ -38,19 +38,27 @@ PROFILER_START_S = 0.6
 PRODUCTS = r"nvjet|gemm|_one_row|splitKreduce|cutlass_80|gemv"
 
 
+def num_claiming(bench: GpuBench, rows: int, context: int) -> int:
+    """Steps in which the prompts are claimed; rows that were claimed early have decoded as many tokens then."""
+    return -(-rows * context // bench.runner.config.max_step_tokens) + 1
+
+
 def decode_step_s(bench: GpuBench, rows: int, context: int) -> float:
     """Seconds between decode steps."""
     bench.runner.claims = True
     bench.log.steps.clear()
-    generate(bench.engine, random_prompts(rows, context, bench.vocab_size), STEPS + SKIPPED)
+    num_new = STEPS + SKIPPED + num_claiming(bench, rows, context)
+    generate(bench.engine, random_prompts(rows, context, bench.vocab_size), num_new)
     steps = bench.log.decode_steps(rows, SKIPPED)
     return (steps[-1].at_s - steps[0].at_s) / (len(steps) - 1)
 
 
 def decode_kernels(bench: GpuBench, rows: int, context: int, step_s: float) -> list[Kernel]:
     """What ran in some decode steps."""
+    bench.runner.claims = True
     prompts = random_prompts(rows, context, bench.vocab_size)
-    with generating(bench, prompts, int(PROFILER_START_S / step_s) + 4 * SKIPPED):
+    num_new = int(PROFILER_START_S / step_s) + 4 * SKIPPED + num_claiming(bench, rows, context)
+    with generating(bench, prompts, num_new):
         return record_kernels(lambda: time.sleep(2 * SKIPPED * step_s))
 
 
@@ -61,24 +69,15 @@ def seconds_of(kernels: list[Kernel], step_s: float, pattern: str = "", part: st
     return sum(k.end_us - k.start_us for k in chosen) / 1e6 / num_steps
 
 
-def main() -> None:
-    """Measures and publishes."""
-    options = report_parser(__doc__).parse_args()
-    copy_rate = copy_bytes_per_s()
-    facts, geometry = shape_config(MODEL, FORMAT), shape_geometry(shape_folder(MODEL, FORMAT))
-    bench = open_bench(
-        MODEL,
-        FORMAT,
-        [1, ROWS],
-        arena_bytes=arena_for(geometry, ROWS, LONG + 1024),
-        max_running=ROWS,
-        max_model_len=2 * LONG,
-        max_step_tokens=ROWS * (LONG + 1),
-    )
-    run_prompts(bench.engine, random_prompts(1, PREFILL_TOKENS, bench.vocab_size), 1)
-    for _ in range(5):
+def measure(bench: GpuBench, copy_rate: float) -> dict[str, Value]:
+    """The figures; the engine holds :data:`ROWS` contexts of :data:`LONG` tokens and has captured steps of 1 and ROWS
+    rows."""
+    facts, geometry = shape_config(MODEL, FORMAT), bench.geometry
+    bench.runner.claims = False
+    bench.log.steps.clear()
+    for _ in range(6):
         run_prompts(bench.engine, random_prompts(1, PREFILL_TOKENS, bench.vocab_size), 1)
-    prefill_s = statistics.median(step.device_s for step in bench.log.steps[1:] if step.num_prompt)
+    prefill_s = statistics.median([step.device_s for step in bench.log.steps if step.num_prompt][1:])
     flops = prefill_flops(geometry, facts["num_attention_heads"], facts["head_dim"], PREFILL_TOKENS)
     one_s = decode_step_s(bench, 1, CONTEXT)
     read_s = bench.read_bytes(0.0, CONTEXT + STEPS / 2, 1) / copy_rate
@@ -86,7 +85,7 @@ def main() -> None:
     many_s = decode_step_s(bench, ROWS, LONG)
     attention_s = seconds_of(decode_kernels(bench, ROWS, LONG, many_s), many_s, part="attention")
     kv_bytes = ROWS * LONG * geometry.full_kv_bytes()
-    row = {
+    return {
         "launch_us_per_layer": 1e6 * (one_s - read_s) / len(geometry.layers),
         "prefill_flops_share": flops / prefill_s / DENSE_FLOPS_PER_S,
         "attention_bandwidth_share": kv_bytes / attention_s / copy_rate,
@@ -96,7 +95,10 @@ def main() -> None:
         "attention_ms_b64_c8k": 1e3 * attention_s,
         "prefill_ms_t2048": 1e3 * prefill_s,
     }
-    bench.engine.close()
+
+
+def report(row: dict[str, Value], copy_rate: float) -> Report:
+    """The figures with their conditions."""
     conditions = Conditions(
         model="Qwen3.5-4B shape",
         weights="random",
@@ -106,8 +108,26 @@ def main() -> None:
         context=f"{CONTEXT} and {LONG}; prefill {PREFILL_TOKENS}",
         resident="dense",
     )
-    notes = (f"copy bandwidth {copy_rate / 1e12:.2f} TB/s",)
-    publish(Report("step_overhead", conditions, (row,), notes), options.json)
+    return Report("step_overhead", conditions, (row,), (f"copy bandwidth {copy_rate / 1e12:.2f} TB/s",))
+
+
+def main() -> None:
+    """Measures and publishes."""
+    options = report_parser(__doc__).parse_args()
+    copy_rate = copy_bytes_per_s()
+    geometry = shape_geometry(shape_folder(MODEL, FORMAT))
+    bench = open_bench(
+        MODEL,
+        FORMAT,
+        [1, ROWS],
+        arena_bytes=arena_for(geometry, ROWS, LONG + 1024),
+        max_running=ROWS,
+        max_model_len=2 * LONG,
+        max_step_tokens=PREFILL_TOKENS,
+    )
+    row = measure(bench, copy_rate)
+    bench.engine.close()
+    publish(report(row, copy_rate), options.json)
 
 
 if __name__ == "__main__":

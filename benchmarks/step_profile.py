@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 PARTS = {
-    "attention": r"attention|_attend|_add_splits|flash|fmha|write_kv|norm_rotate|_prefill|_qkv",
+    "attention": r"attention|_attend|_add_splits|flash|fmha|write_kv|norm_rotate|_store_heads|_prefill|_qkv",
     "linear_attention": r"delta|_conv|gated_norm|chunk_|l2_norm|_prepare$|_advance$|recurrent|solve_tril|cumsum",
     "experts": r"expert|_gate_up|_down|_combine|_route|_group|_pairs|one_token",
 }

@@ -15,7 +15,8 @@ second smallest K; ``share`` is max(compute, missing bytes / link) over its time
 time with all experts resident; ``itl_p99_ratio`` the streams' gaps meanwhile over their undisturbed ones.
 
 On a CPU missing experts are read at no price, so there a link of ``--link-mb-per-s`` is simulated: steps wait for the
-bytes that they read over it, layers of a pass for those of the ring.
+bytes that they read over it, layers of a pass for those of the ring; seconds are the loop thread's processor time plus
+those waits, whatever else runs on the machine.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import argparse
 import asyncio
 import json
 import random
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -31,7 +33,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.elasticity.link import OVER_THE_LINK, LinkedRunner
-from benchmarks.elasticity.phases import Driver, Phase, PhaseLog, Prompt, recovered_s
+from benchmarks.elasticity.phases import Clock, Driver, Phase, PhaseLog, Prompt, recovered_s
 from benchmarks.elasticity.prefill import PrefillTimes, time_prefill
 from benchmarks.elasticity.stalls import StepFacts, max_stall_s
 from benchmarks.report import Conditions, Report, Value, publish, report_parser
@@ -84,6 +86,7 @@ class Recorder:
         self.facts: list[StepFacts] = []
         self.steps: list[RecordedStep] = []
         self.runner: ModelRunner | None = None
+        self.clock: Clock = time.monotonic
         self._keep = keep
         self._read = 0
 
@@ -109,7 +112,11 @@ def open_engine(setup: Setup, config: WorkerConfig, recorder: Recorder) -> Nativ
         recorder.runner = LinkedRunner(given, setup.link_bytes_per_s) if linked else ModelRunner(given)
         return recorder.runner
 
-    return NativeEngine(config, make, record=recorder)
+    engine = NativeEngine(config, make, record=recorder)
+    runner, experts = recorder.runner, engine.experts
+    if isinstance(runner, LinkedRunner) and experts is not None:
+        recorder.clock = experts.clock = runner.clock
+    return engine
 
 
 def link_of(recorder: Recorder) -> float:
@@ -125,7 +132,7 @@ def run_phases(setup: Setup, config: WorkerConfig, keep: bool = False) -> Run:
     """All phases on a fresh engine."""
     recorder = Recorder(keep)
     with closing(open_engine(setup, config, recorder)) as engine:
-        driver = Driver(engine, setup.prompt)
+        driver = Driver(engine, setup.prompt, recorder.clock)
         logs = asyncio.run(driver.run(setup.phases))
         runner = recorder.runner
         assert runner is not None
@@ -281,7 +288,7 @@ def time_prefills(setup: Setup, lengths: Sequence[int], expert_bytes: int) -> Pr
 
         async def every() -> list[PrefillTimes]:
             return [
-                await time_prefill(engine, setup.prompt, length, read_so_far, seed)
+                await time_prefill(engine, setup.prompt, recorder.clock, length, read_so_far, seed)
                 for seed, length in enumerate(lengths)
             ]
 
@@ -339,7 +346,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     notes = [f"{options.seconds:g} s a phase, longer by what was under way at its end"]
     if setup.link_bytes_per_s:
-        notes.append(f"link simulated: {options.link_mb_per_s:g} MB/s")
+        notes.append(f"link simulated: {options.link_mb_per_s:g} MB/s; seconds are processor time and link")
     rows = report_rows(elastic, rates, more, summary)
     publish(Report("elastic", conditions_of(options, setup), tuple(rows), tuple(notes)), options.json)
 

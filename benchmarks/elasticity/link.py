@@ -1,4 +1,9 @@
-"""A runner whose missing experts cost what they would over a link: on a CPU host memory is read at no price."""
+"""A runner on a CPU with a clock of its own: what a step computes costs its thread's seconds, what it misses a link's.
+
+On a CPU host memory is read at no price, and other work on the machine makes wall time worthless. So here time is the
+loop thread's processor time plus what a link of a given rate would need for the experts that were not resident. Where
+clients only wait for answers nothing else takes time.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +20,46 @@ OVER_THE_LINK = (Lane.TEE, Lane.IN_PLACE, Lane.PREFILL_IN_PLACE)
 
 
 class LinkedRunner(ModelRunner):
-    """Waits behind each step for the bytes that it read over a link of ``link_bytes_per_s``; layers of a pass wait for
-    what its ring takes. A CPU's runner computes a step in ``launch``, so counters are the step's."""
+    """Counters of a step are complete when ``launch`` has returned, so ``collect`` knows what the link had to bring."""
 
     def __init__(self, config: WorkerConfig, link_bytes_per_s: float) -> None:
         super().__init__(config)
-        self.link_bytes_per_s = link_bytes_per_s
         if self.pager is not None:
             self.pager.link = ExpertLink(link_bytes_per_s, 1, self.pager.host.place_bytes)
+        self._link_bytes_per_s = link_bytes_per_s
         self._read_before = 0
+        self._now_s = 0.0
+        self._thread_s: float | None = None
+        self._step_began_s = 0.0
+
+    def clock(self) -> float:
+        """Seconds so far, as of the last step; from any thread."""
+        return self._now_s
+
+    def tick(self) -> float:
+        """Takes in what the loop's thread has computed since the last call; from that thread."""
+        now = time.thread_time()
+        if self._thread_s is not None:
+            self._now_s += now - self._thread_s
+        self._thread_s = now
+        return self._now_s
+
+    def wait_until(self, at_s: float) -> None:
+        """The clock goes on to ``at_s``."""
+        self._now_s = max(self._now_s, at_s)
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """See :class:`ModelRunner`."""
+        self._step_began_s = self.tick()
+        return super().launch(plan)
 
     def collect(self, launched: LaunchedStep) -> StepResult:
         """The result, when the link would have brought the bytes."""
         result = super().collect(launched)
-        wait_s = self.link_s(self.count(*OVER_THE_LINK) - self._read_before)
-        self._read_before = self.count(*OVER_THE_LINK)
-        time.sleep(wait_s)
-        return replace(result, seconds=result.seconds + wait_s)
+        read = self.count(*OVER_THE_LINK)
+        self.wait_until(self.tick() + self.link_s(read - self._read_before))
+        self._read_before = read
+        return result if launched.plan.staged else replace(result, seconds=self._now_s - self._step_began_s)
 
     def begin_pass(self, plan: StepPlan) -> LaunchedPass:
         """See :class:`ModelRunner`."""
@@ -45,7 +73,7 @@ class LinkedRunner(ModelRunner):
     def link_s(self, num_experts: int) -> float:
         """The link's time for so many experts."""
         return (
-            0.0 if self.pager is None else num_experts * self.pager.host.place_bytes / self.link_bytes_per_s
+            0.0 if self.pager is None else num_experts * self.pager.host.place_bytes / self._link_bytes_per_s
         )
 
 
@@ -57,25 +85,26 @@ class LinkedPass(LaunchedPass):
         self._inner = inner
         self._linked = runner
         self._staged = staged
-        self._ready_s = time.perf_counter()
+        self._ready_s = self._began_s = runner.tick()
 
     def advance(self, seconds: float | None) -> bool:
         """A layer at a time, each behind the link; with ``seconds`` none where it is still at work."""
-        deadline = None if seconds is None else time.perf_counter() + seconds
+        runner = self._linked
+        began_s = runner.tick()
         while True:
-            now_staged = self._linked.count(Lane.STAGED)
-            began = max(self._ready_s, time.perf_counter() if now_staged > self._staged else 0.0)
-            self._ready_s = began + self._linked.link_s(now_staged - self._staged)
-            self._staged = now_staged
-            left = self._ready_s - time.perf_counter()
-            if left > 0 and deadline is not None:
-                return False
-            time.sleep(max(0.0, left))
+            staged = runner.count(Lane.STAGED)
+            if staged > self._staged:
+                self._ready_s = max(self._ready_s, runner.tick()) + runner.link_s(staged - self._staged)
+                self._staged = staged
+            if self._ready_s > runner.tick():
+                if seconds is not None:
+                    return False
+                runner.wait_until(self._ready_s)
             if self._inner.advance(0.0):
                 return True
-            if deadline is not None and time.perf_counter() >= deadline:
+            if seconds is not None and runner.tick() >= began_s + seconds:
                 return False
 
     def collect(self) -> StepResult:
         """See :class:`LaunchedPass`."""
-        return self._inner.collect()
+        return replace(self._inner.collect(), seconds=self._linked.tick() - self._began_s)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -13,9 +12,13 @@ from worker.api import Engine, GenerateRequest, SamplingParams
 TURNS = 4
 """A conversation's; then its client begins another."""
 SAMPLE_S = 0.02
+STALLED_S = 0.002
+"""A clock of computed seconds stands still while everybody waits; looks at it are so far apart in real ones."""
 
 Prompt = Callable[[random.Random, int], tuple[int, ...]]
 """Tokens of a length, out of some text."""
+Clock = Callable[[], float]
+"""Seconds since some moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,8 @@ class Driver:
         places: (seconds, usable expert places), every :data:`SAMPLE_S`.
     """
 
-    def __init__(self, engine: Engine, prompt: Prompt, seed: int = 0) -> None:
+    def __init__(self, engine: Engine, prompt: Prompt, clock: Clock, seed: int = 0) -> None:
+        self.clock = clock
         self.places: list[tuple[float, float]] = []
         self._engine = engine
         self._prompt = prompt
@@ -81,31 +85,33 @@ class Driver:
     async def _watch(self) -> None:
         while True:
             extra = self._engine.snapshot().extra
-            self.places.append((time.monotonic(), extra.get("expert_places", 0.0)))
-            await asyncio.sleep(SAMPLE_S)
+            now = self.clock()
+            if not self.places or now >= self.places[-1][0] + SAMPLE_S:
+                self.places.append((now, extra.get("expert_places", 0.0)))
+            await asyncio.sleep(STALLED_S)
 
     async def _phase(self, number: int, phase: Phase) -> PhaseLog:
-        log = PhaseLog(phase.name, time.monotonic())
+        log = PhaseLog(phase.name, self.clock())
         dice = [
             random.Random(f"{self._seed} {number} {client}") for client in range(phase.chats + phase.longs)
         ]
         chats = [self._chat(rng, phase, log) for rng in dice[: phase.chats]]
         longs = [self._long(rng, phase, log) for rng in dice[phase.chats :]]
         await asyncio.gather(*chats, *longs)
-        log.ended_s = time.monotonic()
+        log.ended_s = self.clock()
         return log
 
     async def _chat(self, dice: random.Random, phase: Phase, log: PhaseLog) -> None:
         while True:
             history: tuple[int, ...] = ()
             for _ in range(TURNS):
-                if time.monotonic() >= log.began_s + phase.seconds:
+                if self.clock() >= log.began_s + phase.seconds:
                     return
                 history += self._prompt(dice, dice.randint(*phase.chat_tokens))
                 history += await self.ask(history, dice.randint(*phase.answer_tokens), log)
 
     async def _long(self, dice: random.Random, phase: Phase, log: PhaseLog) -> None:
-        while time.monotonic() < log.began_s + phase.seconds:
+        while self.clock() < log.began_s + phase.seconds:
             prompt = self._prompt(dice, dice.randint(*phase.long_tokens))
             await self.ask(prompt, dice.randint(*phase.long_answer), log)
 
@@ -116,13 +122,13 @@ class Driver:
         name = name or str(self._num_requests)
         self._num_requests += 1
         sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-        began = last = time.monotonic()
+        began = last = self.clock()
         self._engine.submit(GenerateRequest(name, prompt, sampling))
         answer: list[int] = []
         async for event in self._engine.stream(name):
             if event.error:
                 raise RuntimeError(event.error)
-            now = time.monotonic()
+            now = self.clock()
             if not answer and event.token_ids:
                 log.first_token_s.append(now - began)
                 log.prompt_tokens += len(prompt)

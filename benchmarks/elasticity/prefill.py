@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.elasticity.phases import Driver, PhaseLog, Prompt
+from benchmarks.elasticity.phases import Clock, Driver, PhaseLog, Prompt
 from worker.api import Engine
 
 NUM_STREAMS = 4
-CALM_TOKENS = 80
+CALM_TOKENS = 60
 """Of every stream, before the prompt comes: its undisturbed pace."""
 
 
@@ -33,12 +32,17 @@ def percentile(values: list[float], share: float) -> float:
 
 
 async def time_prefill(
-    engine: Engine, prompt: Prompt, num_tokens: int, read_so_far: Callable[[], int], seed: int
+    engine: Engine,
+    prompt: Prompt,
+    clock: Clock,
+    num_tokens: int,
+    read_so_far: Callable[[], int],
+    seed: int,
 ) -> PrefillTimes:
     """One prompt of ``num_tokens`` beside :data:`NUM_STREAMS` streams. ``read_so_far``: experts read for prompts."""
     dice = random.Random(seed)
-    driver = Driver(engine, prompt)
-    streams = [PhaseLog(f"stream {n}", time.monotonic()) for n in range(NUM_STREAMS)]
+    driver = Driver(engine, prompt, clock)
+    streams = [PhaseLog(f"stream {n}", clock()) for n in range(NUM_STREAMS)]
     room = 6 * CALM_TOKENS
     running = [
         asyncio.create_task(driver.ask(prompt(dice, 32), room, log, f"{seed} stream {n}"))
@@ -49,7 +53,7 @@ async def time_prefill(
     # The first gaps fall into the others' prefill.
     calm = [gap for log in streams for gap in log.gaps_s[CALM_TOKENS // 4 :]]
     marks, read = [len(log.gaps_s) for log in streams], read_so_far()
-    own = PhaseLog("prompt", time.monotonic())
+    own = PhaseLog("prompt", clock())
     await driver.ask(prompt(dice, num_tokens), 1, own, f"{seed} prompt")
     read = read_so_far() - read
     busy = [gap for log, mark in zip(streams, marks, strict=True) for gap in log.gaps_s[mark:]]

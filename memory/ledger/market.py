@@ -28,6 +28,10 @@ HOTTER = 1.5
 where use falls as the 0.7th power of an expert's rank. Ghosts, where they are counted, show it."""
 
 
+FREE_SHARE = 1 / 16
+"""While more of the places are free than this, as after the start or a burst, misses do not ask for more."""
+
+
 class Tilt(Enum):
     """Which way bytes flow between prefixes and expert places."""
 
@@ -46,6 +50,7 @@ class ExpertReading:
         ghost_hits: those of decode steps whose expert had lately lost its place.
         num_ghosts: experts remembered as having lost theirs.
         num_places: usable places.
+        num_free: those of them that nobody has taken yet.
         num_experts: routed experts of all layers.
         place_bytes: bytes of a place.
         miss_ms: time of one read over the link.
@@ -63,6 +68,7 @@ class ExpertReading:
     miss_ms: float
     per_layer: int
     per_token: int
+    num_free: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +211,8 @@ def _expert_price(elapsed: float, old: ExpertReading, new: ExpertReading) -> flo
     ghosts = (new.ghost_hits - old.ghost_hits) / new.num_ghosts if new.num_ghosts else 0.0
     missing = new.num_experts - new.num_places
     average = (new.misses - old.misses) / missing if missing > 0 else 0.0
+    if new.num_free > FREE_SHARE * new.num_places:
+        average = 0.0  # what is missed now is missed because it is new here: it needs no further places
     return max(ghosts, HOTTER * average) * saved_ms
 
 

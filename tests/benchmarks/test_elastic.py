@@ -14,11 +14,11 @@ from benchmarks.elasticity.stalls import StepFacts, max_stall_s
 
 BRIEF = [
     "--seconds",
-    "0.2",
+    "0.1",
     "--arena-mb",
     "16",
     "--long-tokens",
-    "500",
+    "400",
     "--longs",
     "3",
     "--chats",
@@ -44,9 +44,10 @@ def test_a_stall_is_what_neither_rows_nor_misses_explain() -> None:
     assert max_stall_s([*calm, StepFacts(5, 9.0, 0, 1)], 1e9) == 0.0, "nothing to compare it with"
 
 
+@pytest.mark.slow
 def test_the_whole_of_it(tmp_path: Path) -> None:
     path = tmp_path / "elastic.json"
-    main([*BRIEF, "--fixed", "4,16", "--prefill", "300", "--json", str(path)])
+    main([*BRIEF, "--fixed", "4,16", "--prefill", "200", "--json", str(path)])
     written = json.loads(path.read_text())
     figures = written["figures"]
     for phase in ("chats_before", "burst", "chats_after", "mixed"):
@@ -56,9 +57,9 @@ def test_the_whole_of_it(tmp_path: Path) -> None:
     assert figures["wrong_tokens"] == 0
     assert figures["exchanged_mb"] > 0, "nothing changed hands beside decode steps"
     assert figures["k_least"] < figures["k_before"]
-    assert figures["prefill.t300.ttft_ms"] > 0
+    assert figures["prefill.t200.ttft_ms"] > 0
     assert figures["prefill.itl_p99_ratio"] > 0
-    assert "link simulated: 4000 MB/s" in written["notes"]
+    assert any("link simulated: 4000 MB/s" in note for note in written["notes"])
 
 
 def test_wrong_tokens_are_counted() -> None:

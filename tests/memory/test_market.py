@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from memory.api import Grant, PageAsk, Shortage
@@ -166,3 +168,13 @@ def test_the_ledger_holds_new_requests_back_only_beside_others() -> None:
     assert isinstance(ledger.grant(PageAsk(1, 64)), Grant), "who runs goes on"
     ledger.follow(MarketDecision())
     assert isinstance(ledger.grant(PageAsk(2, 16)), Grant)
+
+
+def test_misses_ask_for_no_places_while_some_are_free() -> None:
+    """After the start, or after a burst, everything is missed once: more places would not have helped."""
+    for free, price in ((0, 1.5 * 5 * 0.1 / PLACE), (200, 0.0)):
+        market = Market(1e9)
+        now = [replace(experts(misses=misses), num_free=free) for misses in (0, 25_720)]
+        market.step(0.0, now[0], prefixes())
+        market.step(1.0, now[1], prefixes())
+        assert market.prices.expert == pytest.approx(price)

@@ -216,6 +216,11 @@ class NativeEngine:
                 draining=self._draining,
             )
 
+    @property
+    def experts(self) -> EngineExperts | None:
+        """The paged experts; None where they are resident."""
+        return self._experts
+
     def expert_report(self) -> dict[str, Any] | None:
         """Experts by layer, hit rate and bytes as of the last snapshot; None where experts are resident."""
         return report_json(self._expert_report)
@@ -350,7 +355,8 @@ class NativeEngine:
     def _publish(self, with_report: bool) -> None:
         snapshot = self._take_snapshot()
         if self._experts is not None:
-            self._experts.trade(self._ledger, time.monotonic(), snapshot.num_running)
+            cost = self._scheduler.statistics.prompt_cost
+            self._experts.trade(self._ledger, snapshot.num_running, cost.ms_per_token)
         report = self._arena_report
         if with_report:
             report, self._reported_s = self._ledger.report(), time.monotonic()

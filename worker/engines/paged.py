@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from memory.api import Ledger, LedgerError, PageSpec
 from memory.ledger.ledger import ArenaLedger
+from memory.ledger.prices import RecomputeCost
 from worker.api import ModelInfo, WorkerSnapshot
 from worker.config import WorkerConfig
 from worker.errors import ConfigError
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
     from worker.experts.report import ExpertReport
 
 log = logging.getLogger(__name__)
+
+PRICED_MS_PER_TOKEN = RecomputeCost().ms_per_token
+"""What the prefix tree takes a token to cost before any was measured."""
 
 
 class EngineExperts:
@@ -68,6 +73,8 @@ class EngineExperts:
         self._reporter = ExpertReporter(pager)
         self._report: ExpertReport | None = None
         self._trader: ExpertTrader | None = None
+        self.clock: Callable[[], float] = time.monotonic
+        """the seconds that rates are per"""
         self._trades = config.memory_mode == "arena" and not config.expert_bytes
         # A place is worth the reads over the link that it saves, at what they cost on this machine.
         self._shape = PagedShape(
@@ -86,9 +93,10 @@ class EngineExperts:
         self._report = self._reporter.read()
         return self._report
 
-    def trade(self, ledger: Ledger, now_s: float, num_running: int) -> None:
+    def trade(self, ledger: Ledger, num_running: int, prompt_ms: float) -> None:
         """Lets spare bytes flow between experts and kept prefixes, by what ``read`` last saw. Nothing flows where one
-        side's bytes are fixed: ``memory_mode=split``, or ``expert_bytes``."""
+        side's bytes are fixed: ``memory_mode=split``, or ``expert_bytes``. ``prompt_ms``: what a token of a prompt
+        costs, 0 where none was computed yet."""
         from memory.device.residency import Lane
 
         if self._report is None or not self._trades or not isinstance(ledger, ArenaLedger):
@@ -97,8 +105,11 @@ class EngineExperts:
             self._trader = ExpertTrader(ledger, self._shape)
         report = self._report
         staged = report.total(Lane.PREFILL_IN_PLACE) + report.total(Lane.STAGED)
-        totals = ExpertTotals(report.misses + staged, staged, report.ghost_hits, report.num_ghosts)
-        self._trader.trade(now_s, totals, num_running)
+        totals = ExpertTotals(
+            report.misses + staged, staged, report.ghost_hits, report.num_ghosts, sum(report.resident)
+        )
+        scale = prompt_ms / PRICED_MS_PER_TOKEN if prompt_ms else 1.0
+        self._trader.trade(self.clock(), totals, num_running, scale)
 
 
 def with_experts(snapshot: WorkerSnapshot, report: ExpertReport) -> WorkerSnapshot:

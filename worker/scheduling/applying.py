@@ -58,6 +58,8 @@ class Applier:
         now = self._clock()
         if not plan.staged:  # many steps run beside a pass
             self._statistics.step_times.add(now, result.seconds)
+        decoding = plan.num_decode_rows
+        self._statistics.prompt_cost.note(plan.num_tokens - decoding, decoding, result.seconds)
         alive = rows.requests[plan.slots] == plan.requests
         rows.steps_in_flight[plan.slots[alive]] -= 1
         taken = np.flatnonzero(alive & plan.samples)

@@ -37,6 +37,23 @@ class RecentMean:
             self._total = 0.0
 
 
+class PromptCost:
+    """What a token of a prompt costs here, from steps and passes that computed little else."""
+
+    def __init__(self, memory: float = 0.2, least_tokens: int = 32) -> None:
+        self.ms_per_token = 0.0
+        """0 until the first prompt"""
+        self._memory = memory
+        self._least_tokens = least_tokens
+
+    def note(self, prompt_tokens: int, other_tokens: int, seconds: float) -> None:
+        """A step of so many tokens took ``seconds``."""
+        if prompt_tokens < self._least_tokens or prompt_tokens < 4 * other_tokens:
+            return
+        fresh = 1e3 * seconds / prompt_tokens
+        self.ms_per_token += (fresh - self.ms_per_token) * (self._memory if self.ms_per_token else 1.0)
+
+
 class Statistics:
     """Counters for a worker's life, and its recent rates."""
 
@@ -49,3 +66,4 @@ class Statistics:
         self.retractions = RetractionRate(RATE_WINDOW_S)
         self.queue_waits = RecentMean()
         self.step_times = RecentMean()
+        self.prompt_cost = PromptCost()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memory.ledger.ledger import ArenaLedger
-from memory.ledger.market import ExpertReading, Market, MarketDecision, RunningReading
+from memory.ledger.market import ExpertReading, Market, MarketDecision, PrefixReading, RunningReading
 
 EVICTED_SHARE_PER_S = 0.05
 """Prefixes give way to experts by at most this share of the arena a second: a burst's are gone within 30 seconds."""
@@ -39,6 +39,7 @@ class ExpertTotals:
     staged: int
     ghost_hits: int = 0
     num_ghosts: int = 0
+    num_resident: int | None = None
 
 
 class ExpertTrader:
@@ -48,21 +49,27 @@ class ExpertTrader:
         self._ledger = ledger
         self._shape = shape
         self._market = Market(EVICTED_SHARE_PER_S * ledger.headroom().arena_bytes)
+        self._seen = PrefixReading(0.0, 0.0, 0, 0)
+        self._scaled = self._seen
 
-    def trade(self, now_s: float, totals: ExpertTotals, num_running: int) -> MarketDecision:
-        """One round at time ``now_s``; the decision is carried out when this returns."""
-        shape = self._shape
+    def trade(
+        self, now_s: float, totals: ExpertTotals, num_running: int, prompt_scale: float = 1.0
+    ) -> MarketDecision:
+        """One round at time ``now_s``; the decision is carried out when this returns. ``prompt_scale``: what a token
+        of a prompt costs, as a multiple of what the prefix tree takes it to cost."""
+        shape, usable = self._shape, self._ledger.num_usable_places
         experts = ExpertReading(
             misses=totals.misses,
             staged=totals.staged,
             ghost_hits=totals.ghost_hits,
             num_ghosts=totals.num_ghosts,
-            num_places=self._ledger.num_usable_places,
+            num_places=usable,
             num_experts=shape.num_layers * shape.per_layer,
             place_bytes=shape.place_bytes,
             miss_ms=1e3 * shape.place_bytes / shape.link_bytes_per_s,
             per_layer=shape.per_layer,
             per_token=shape.per_token,
+            num_free=0 if totals.num_resident is None else max(0, usable - totals.num_resident),
         )
         kinds = self._ledger.headroom().kinds.values()
         held = sum(
@@ -70,7 +77,18 @@ class ExpertTrader:
             for k in kinds
         )
         decision = self._market.step(
-            now_s, experts, self._ledger.prefix_reading(), RunningReading(num_running, held)
+            now_s, experts, self._prefixes(prompt_scale), RunningReading(num_running, held)
         )
         self._ledger.follow(decision)
         return decision
+
+    def _prefixes(self, prompt_scale: float) -> PrefixReading:
+        """The prefix side's totals, each millisecond at its scale when it was counted."""
+        old, now = self._seen, self._ledger.prefix_reading()
+        self._seen = now
+        self._scaled = replace(
+            now,
+            saved_ms=self._scaled.saved_ms + (now.saved_ms - old.saved_ms) * prompt_scale,
+            ghost_ms=self._scaled.ghost_ms + (now.ghost_ms - old.ghost_ms) * prompt_scale,
+        )
+        return self._scaled

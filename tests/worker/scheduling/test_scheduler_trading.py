@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from memory.ledger.ledger import ArenaLedger
 from memory.ledger.market import Tilt
 from tests.helpers.scheduling import WITH_EXPERTS, Desk, make_desk
+from worker.scheduling.statistics import PromptCost
 from worker.scheduling.trading import ExpertTotals, ExpertTrader, PagedShape
 
 PROMPT_TOKENS = 100
@@ -57,3 +60,35 @@ def test_prefixes_stay_where_no_expert_misses() -> None:
     tilts = seconds_of(desk, trader, 30, misses_per_s=0)
     assert set(tilts) == {Tilt.HOLD}
     assert sum(kind.reclaimable_bytes for kind in desk.ledger.headroom().kinds.values()) >= 0.9 * held
+
+
+def test_the_market_runs_both_ways_and_prices_prompts_at_what_they_cost_here() -> None:
+    """Prefixes are hit and experts are missed at a steady rate: who gives way is a matter of what a token costs."""
+    ends = {}
+    for scale in (0.01, 1.0, 1000.0):
+        desk, trader, _ = after_a_burst()
+        for tenth in range(60):
+            desk.ask(f"again{tenth}", [tenth % 30, *range(PROMPT_TOKENS)], max_tokens=1, ignore_eos=True)
+            desk.step(6)
+            decision = trader.trade(tenth / 10, ExpertTotals(60 * tenth, 0), 1, scale)
+        ends[scale] = (decision.tilt, decision.spare_prefixes)
+        desk.finish()
+        desk.check_answers()
+    assert ends[0.01] == (Tilt.TO_EXPERTS, False)
+    assert ends[1000.0] == (Tilt.TO_PREFIXES, True)
+
+
+def test_a_prompts_token_costs_what_steps_of_prompts_took() -> None:
+    cost = PromptCost(memory=0.5, least_tokens=32)
+    cost.note(31, 0, 1.0)  # too few to tell
+    cost.note(64, 20, 1.0)  # mostly decode
+    assert cost.ms_per_token == 0.0
+    cost.note(100, 10, 0.2)
+    assert cost.ms_per_token == pytest.approx(2.0)
+    cost.note(100, 0, 0.4)
+    assert cost.ms_per_token == pytest.approx(3.0)
+    desk = make_desk()
+    desk.ask("p", range(120), max_tokens=2)
+    desk.finish()
+    # The fake device takes 0.1 ms a step; chunks are of 64 tokens.
+    assert desk.scheduler.statistics.prompt_cost.ms_per_token == pytest.approx(0.1 / 64, rel=0.3)

@@ -117,12 +117,17 @@ def test_with_max_replicas_serve_gets_the_scaling_policy() -> None:
     # In a process of its own, so that these tests need no Ray.
     code = (
         "from serve_app.build import worker_deployment as make; from serve_app.config import AppArgs as A;"
-        "d = make(A(engine='fake', max_replicas=3, scaling_rules={'up_factor': 2.0}), 'W');"
+        "d = make(A(engine='fake', max_replicas=3, scaling_rules={'up_factor': 2.0}, scaling_interval_s=0.5), 'W');"
         "s = d._deployment_config.autoscaling_config;"
         "print(s.min_replicas, s.max_replicas, s.policy.policy_kwargs, s.policy.get_policy().__name__);"
+        "print(s.metrics_interval_s, s.look_back_period_s > s.metrics_interval_s);"
         "print(make(A(engine='fake', replicas=2), 'W').num_replicas)"
     )
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False
     )
-    assert done.stdout.splitlines() == ["1 3 {'up_factor': 2.0} ScalingPolicy", "2"], done.stderr
+    assert done.stdout.splitlines() == [
+        "1 3 {'up_factor': 2.0} ScalingPolicy",
+        "0.5 True",
+        "2",
+    ], done.stderr

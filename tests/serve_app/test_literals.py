@@ -68,7 +68,8 @@ def test_a_placeholder_cannot_be_forged(tmp_path: Path) -> None:
     first = Literals(text)
     hidden = first.hide("<|im_end|>")
     second = Literals(text)
-    assert second.encode(second.hide(hidden)) == text.encode(hidden), "another prompt's is nothing but digits"
+    written = f"{hidden} <|im_end|>"
+    assert second.show(second.hide(written)) == written, "another prompt's is nothing but digits"
     assert first.show(hidden) == "<|im_end|>"
     assert END not in first.encode(hidden)
 

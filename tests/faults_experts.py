@@ -163,8 +163,8 @@ FAULTS = [
     Fault(
         "market: an engine keeps its ghosts to itself",
         "worker.engines.paged",
-        old="report.ghost_hits, report.num_ghosts)",
-        new="0, 0)",
+        old="report.ghost_hits, report.num_ghosts, sum",
+        new="0, 0, sum",
         tests=(f"{ENGINE}::test_the_market_hears_of_ghosts_and_prices_a_miss_at_the_measured_rate",),
     ),
 ]

@@ -119,9 +119,9 @@ def _find_row(query_start, first_row, num_rows, number, QUERIES: tl.constexpr):
 @triton.jit
 def _attend(
     query, key, value, key_scale, value_scale, sinks, out, partial, stats, tables, first_page, kv_len, query_start,
-    first_row, num_rows, num_splits, max_pages, scale, window,
+    max_pages, scale, window,
     q_row, q_head, o_row, o_head, k_page, k_token, k_head, v_page, v_token, v_head,
-    ks_page, ks_token, ks_head, vs_page, vs_token, vs_head,
+    ks_page, ks_token, ks_head, vs_page, vs_token, vs_head, first_row, num_rows, num_splits,
     SPREAD: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SCALE: tl.constexpr,
     PAGE: tl.constexpr, SPLIT: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr, DIM: tl.constexpr, OVERLAP: tl.constexpr,
@@ -284,6 +284,29 @@ def _scale_strides(scales: torch.Tensor | None) -> tuple[int, int, int]:
     return (0, 0, 0) if scales is None else (scales.stride(0), scales.stride(1), scales.stride(2))
 
 
+def _arguments(
+    query: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    rows: PagedRows,
+    scale: float,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    scales: tuple[torch.Tensor, torch.Tensor] | None,
+    partial: torch.Tensor,
+    stats: torch.Tensor,
+) -> tuple[object, ...]:
+    """What both launches are told, in the kernel's order."""
+    key_scale, value_scale = (None, None) if scales is None else scales
+    return (
+        query, key_pages, value_pages, query if key_scale is None else key_scale,
+        query if value_scale is None else value_scale, query if sinks is None else sinks, out, partial, stats,
+        rows.tables, rows.first_page, rows.kv_len, rows.query_start, rows.tables.stride(0), scale, rows.window or 0,
+        query.stride(0), query.stride(1), out.stride(0), out.stride(1), *_strides(key_pages), *_strides(value_pages),
+        *_scale_strides(key_scale), *_scale_strides(value_scale),
+    )  # fmt: skip
+
+
 def paged_attention(
     query: torch.Tensor,
     key_pages: torch.Tensor,
@@ -318,16 +341,9 @@ def paged_attention(
     splits = num_decode_splits(rows.max_kv_len, window, split_tokens)
     partial = torch.empty(decode * heads * splits, dim, dtype=torch.float32, device=query.device)
     stats = torch.empty(decode * heads * splits, 2, dtype=torch.float32, device=query.device)
-    tensors = (
-        query, key_pages, value_pages, key_scale if has_scale else query, value_scale if has_scale else query,
-        query if sinks is None else sinks, out, partial, stats, rows.tables, rows.first_page, rows.kv_len,
-        rows.query_start,
-    )  # fmt: skip
-    numbers = (
-        decode, decode + chunk_rows, splits, rows.tables.stride(0), scale, window or 0,
-        query.stride(0), query.stride(1), out.stride(0), out.stride(1), *_strides(key_pages), *_strides(value_pages),
-        *_scale_strides(key_scale), *_scale_strides(value_scale),
-    )  # fmt: skip
+    scales = None if key_scale is None or value_scale is None else (key_scale, value_scale)
+    arguments = _arguments(query, key_pages, value_pages, rows, scale, sinks, out, scales, partial, stats)
+    numbers = (decode, decode + chunk_rows, splits)
     constants = {
         "HAS_WINDOW": window is not None, "HAS_SINKS": sinks is not None, "HAS_SCALE": has_scale, "PAGE": page_tokens,
         "SPLIT": split_tokens, "GROUP": group, "GROUP_PAD": group_pad, "DIM": dim, "enable_fp_fusion": False,
@@ -336,7 +352,7 @@ def paged_attention(
     tile = _tile(query.dtype, dim, group_pad, chunk=False)
     if decode:
         _attend[(decode, kv_heads, splits)](
-            *tensors, *numbers, SPREAD=True, **tile.constants(split_tokens), **constants
+            *arguments, *numbers, SPREAD=True, **tile.constants(split_tokens), **constants
         )
         _add_splits[(decode, heads)](
             partial, stats, query if sinks is None else sinks, out, rows.kv_len, splits, window or 0,
@@ -348,5 +364,5 @@ def paged_attention(
         tile = _tile(query.dtype, dim, group_pad, chunk=rows.num_decode_rows < rows.kv_len.shape[0])
         tiles = (query.shape[0] - decode) // (tile.pairs // group_pad) + chunk_rows
         _attend[(tiles, kv_heads)](
-            *tensors, *numbers, SPREAD=False, **tile.constants(split_tokens), **constants
+            *arguments, *numbers, SPREAD=False, **tile.constants(split_tokens), **constants
         )

@@ -190,8 +190,8 @@ FAULTS = [
     Fault(
         "trunk: a Router that ends leaves its trunks open",
         "serve_app.deployments.trunk_reader",
-        old="in list(self._trunks.items()):\n            self._close",
-        new="in ():\n            self._close",
+        old="in list(self._open):",
+        new="in list[_Trunk]():",
         tests=(f"{TRUNK}::test_a_router_that_ends_closes_its_trunks_at_once",),
     ),
     Fault(
@@ -207,5 +207,19 @@ FAULTS = [
         old="interval_s(len(self._flowing), self._coalescing)",
         new="interval_s(self.num_streams, self._coalescing)",
         tests=(f"{TRUNK}::test_requests_that_wait_for_their_first_token_slow_nobody_down",),
+    ),
+    Fault(
+        "trunk: one of a busy worker lives for ever",
+        "serve_app.deployments.trunk_reader",
+        old="trunk is None or time.monotonic() - trunk.opened_s > LONGEST_LIFE_S",
+        new="trunk is None",
+        tests=(f"{TRUNK}::test_an_old_trunk_carries_its_streams_to_their_end_and_takes_no_new_ones",),
+    ),
+    Fault(
+        "trunk: one that could not be opened is not tried again",
+        "serve_app.deployments.trunk_reader",
+        old="            self._forget(replica_id, trunk)\n            trunk.fail(failure)",
+        new="            trunk.fail(failure)",
+        tests=(f"{TRUNK}::test_a_trunk_that_cannot_be_opened_is_tried_again_with_the_next_request",),
     ),
 ]

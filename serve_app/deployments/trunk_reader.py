@@ -9,6 +9,7 @@ import asyncio
 import contextvars
 import itertools
 import logging
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -22,6 +23,9 @@ logger = logging.getLogger(__name__)
 IDLE_S = 1.0
 """A trunk without seats is closed after so long. Not later: while it is open, Serve waits for it when it takes the
 worker away. Not at once: the next request would have to open one anew."""
+LONGEST_LIFE_S = 600.0
+"""New requests take seats on a new trunk after so long: a worker that is never idle would have one call for ever, and
+what Ray keeps per item of a call would grow for ever."""
 END_S = 1.0
 """A call whose stream has ended on the trunk ends within milliseconds; after so long it is cancelled."""
 MERGED_ITEMS = 32
@@ -116,6 +120,7 @@ class _Trunk:
 
     def __init__(self, trunk_id: str, on_idle: Callable[[_Trunk], None]) -> None:
         self.id = trunk_id
+        self.opened_s = time.monotonic()
         self.reading: asyncio.Task[None] | None = None
         self._numbers = itertools.count()
         self._seats: dict[int, Seat] = {}
@@ -174,28 +179,30 @@ class Trunks:
     def __init__(self, open_call: Callable[[str, str], TrunkCall], router_id: str = "") -> None:
         self._open_call = open_call
         self._router_id = router_id
-        self._trunks: dict[str, _Trunk] = {}
+        self._open: set[_Trunk] = set()
+        self._newest: dict[str, _Trunk] = {}
         # Opened for a request but not part of it: a trunk must not end, as its calls do, when it is cancelled.
         self._home = contextvars.copy_context()
 
     def __len__(self) -> int:
-        return len(self._trunks)
+        return len(self._open)
 
     def seat(self, replica_id: str, request_id: str) -> Seat:
-        """A seat for a request at a worker; opens the trunk there if none is open."""
-        trunk = self._trunks.get(replica_id)
-        if trunk is None:
-            trunk_id = new_trunk_id(self._router_id)
-            trunk = _Trunk(trunk_id, lambda idle: self._close(replica_id, idle))
-            self._trunks[replica_id] = trunk
+        """A seat for a request at a worker; opens a trunk there if none is open, or if that is old."""
+        trunk = self._newest.get(replica_id)
+        if trunk is None or time.monotonic() - trunk.opened_s > LONGEST_LIFE_S:
+            trunk = _Trunk(new_trunk_id(self._router_id), lambda idle: self._close(replica_id, idle))
+            self._newest[replica_id] = trunk
+            self._open.add(trunk)
             reading = self._home.copy().run(asyncio.create_task, self._read(replica_id, trunk))
             trunk.reading = reading
         return trunk.seat(request_id)
 
     def close(self) -> None:
         """Closes all trunks; what has a seat there ends with WorkerLost."""
-        for replica_id, trunk in list(self._trunks.items()):
-            self._close(replica_id, trunk)
+        self._newest.clear()
+        for trunk in list(self._open):
+            self._close("", trunk)
 
     def _close(self, replica_id: str, trunk: _Trunk) -> None:
         self._forget(replica_id, trunk)
@@ -203,13 +210,15 @@ class Trunks:
             trunk.reading.cancel()
 
     def _forget(self, replica_id: str, trunk: _Trunk) -> None:
-        if self._trunks.get(replica_id) is trunk:
-            del self._trunks[replica_id]
+        self._open.discard(trunk)
+        if self._newest.get(replica_id) is trunk:
+            del self._newest[replica_id]
 
     async def _read(self, replica_id: str, trunk: _Trunk) -> None:
         failure: Exception = WorkerLost("the worker ended its trunk")
-        call = self._open_call(replica_id, trunk.id)
+        call: TrunkCall | None = None
         try:
+            call = self._open_call(replica_id, trunk.id)
             async for message in call:
                 if message:
                     trunk.take(message)
@@ -221,7 +230,8 @@ class Trunks:
         finally:
             self._forget(replica_id, trunk)
             trunk.fail(failure)
-            await call.aclose()
+            if call is not None:
+                await call.aclose()
 
 
 def _is_last(item: StreamItem) -> bool:

@@ -202,7 +202,7 @@ def test_a_broken_trunk_ends_its_streams_and_the_next_request_has_another_one() 
                     await anext(stream)
             [broken] = ends.server._trunks.values()
             broken.close()  # as when its call is cancelled
-            ends.trunks._trunks["w"].reading.cancel()  # type: ignore[union-attr]
+            ends.trunks._newest["w"].reading.cancel()  # type: ignore[union-attr]
             for stream in streams:
                 with pytest.raises(WorkerLost):
                     await asyncio.wait_for(read(stream), 2)
@@ -266,6 +266,46 @@ def test_an_idle_trunk_is_closed_and_a_used_one_is_not(monkeypatch: pytest.Monke
             assert len(ends.trunks) == len(ends.server._trunks) == 0
             assert len(tokens(await read(ends.start(request("after", 10))))) == 10
             assert ends.num_trunks == 2
+
+    asyncio.run(run())
+
+
+def test_an_old_trunk_carries_its_streams_to_their_end_and_takes_no_new_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trunk_reader, "LONGEST_LIFE_S", 0.2)
+    monkeypatch.setattr(trunk_reader, "IDLE_S", 0.1)
+
+    async def run() -> None:
+        async with both_ends(output="count", tokens_per_s=100.0) as ends:
+            first = asyncio.create_task(read(ends.start(request("first", 60))))
+            await asyncio.sleep(0.3)
+            second = asyncio.create_task(read(ends.start(request("second", 60))))
+            await asyncio.sleep(0.1)
+            assert (ends.num_trunks, len(ends.trunks), len(ends.server._trunks)) == (2, 2, 2)
+            assert len(tokens(await first)) == 60
+            await asyncio.sleep(0.2)
+            assert len(ends.trunks) == len(ends.server._trunks) == 1
+            assert len(tokens(await second)) == 60
+
+    asyncio.run(run())
+
+
+def test_a_trunk_that_cannot_be_opened_is_tried_again_with_the_next_request() -> None:
+    async def run() -> None:
+        async with both_ends(output="count", tokens_per_s=200.0) as ends:
+            tries = []
+
+            def refuse(replica_id: str, trunk_id: str) -> Any:
+                tries.append(trunk_id)
+                raise RuntimeError("there is no such deployment")
+
+            trunks = Trunks(refuse)
+            for number in range(2):
+                seat = trunks.seat("w", f"r{number}")
+                call = ends.server.generate(request(f"r{number}", 10), seat.place)
+                assert len(tokens(await read(SeatedStream(call, seat)))) == 10  # type: ignore[arg-type]
+            assert len(set(tries)) == 2
 
     asyncio.run(run())
 

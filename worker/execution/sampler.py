@@ -123,7 +123,6 @@ class SamplingStep:
     for penalties begin anew, with [vocabulary] bool seen and int32 counts."""
 
     fresh: list[tuple[int, torch.Tensor, torch.Tensor]]
-    num_rows: int
     penalties: PenalisedRows | None
     edits: LogitEdits | None
     masks: tuple[torch.Tensor, torch.Tensor] | None
@@ -212,7 +211,6 @@ class Sampler:
         asked = np.flatnonzero(self._logprobs[slots] >= 0)
         return SamplingStep(
             fresh=fresh,
-            num_rows=len(rows),
             penalties=self._put_penalties(penalised, slots, uploads) if len(penalised) else None,
             edits=self._put_edits(plan, rows, slots, uploads),
             masks=_put_masks(plan, rows, uploads),

@@ -142,8 +142,8 @@ def _device_conditions(sizes: Sizes) -> Conditions:
         prompts="random ids; pages that move: claimed, not computed",
         cache="prefix and host tier (4 GiB): cold, then warm; arena against split: cold",
         batch=f"prefix and host tier 1; others {sizes.at_once}",
-        context=f"shared {sizes.prefix} + {loads.TAIL_TOKENS}, host tier {sizes.host} + {loads.TAIL_TOKENS}, arena against"
-        f" split {prompt} + {output} tokens",
+        context=f"shared {sizes.prefix} + {loads.TAIL_TOKENS}, host tier {sizes.host} + {loads.TAIL_TOKENS},"
+        f" arena against split {prompt} + {output} tokens",
         resident="dense",
     )
 

@@ -210,15 +210,15 @@ FAULTS = [
     Fault(
         "mutable page moved beside a step",
         "memory.ledger.relocation",
-        "if table.sealed[virtual] != MUTABLE and table.sealed[virtual] - 1 <= completed_step:",
-        "if True:",
+        "return sealed != MUTABLE and sealed - 1 <= completed_step and virtual not in",
+        "return sealed - 1 <= completed_step and virtual not in",
         (f"{_LAYOUT}test_sealed_pages_move_beside_steps_and_tail_pages_between_them",),
     ),
     Fault(
         "a page still being written counts as sealed",
         "memory.ledger.relocation",
-        "and table.sealed[virtual] - 1 <= completed_step:",
-        "and True:",
+        "sealed != MUTABLE and sealed - 1 <= completed_step and virtual not in",
+        "sealed != MUTABLE and virtual not in",
         ("tests/memory/test_ledger_drill.py::test_a_page_is_not_copied_before_its_last_writer_is_done",),
     ),
     Fault(

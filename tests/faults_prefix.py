@@ -204,6 +204,22 @@ FAULTS = [
         ("tests/memory/test_spill.py",),
     ),
     Fault(
+        "a page that is still to come from the host is copied",
+        "memory.ledger.relocation",
+        "sealed - 1 <= completed_step and virtual not in self.fresh[group]",
+        "sealed - 1 <= completed_step",
+        (
+            "tests/worker/scheduling/test_scheduler_prefixes.py::test_prefixes_come_back_from_the_host_as_they_were",
+        ),
+    ),
+    Fault(
+        "scheduler: what comes back from the host is not kept",
+        "worker.scheduling.prefixes",
+        "if match.host_bytes:",
+        "if False:",
+        ("tests/worker/scheduling/test_scheduler_prefixes.py::test_what_came_back_from_the_host_is_kept",),
+    ),
+    Fault(
         "scheduler: an output is never offered",
         "worker.scheduling.prefixes",
         "if not rolling or outputs < OUTPUTS_A_STEP:",

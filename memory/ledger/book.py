@@ -96,6 +96,12 @@ class PageBook:
         if self.tables[group].drop(virtual, step):
             self._free(group, virtual)
 
+    def written_by(self, group: int, virtual: int, step: int) -> None:
+        """A copy ahead of ``step`` writes the page: if it is sealed, it is so only behind that step."""
+        table = self.tables[group]
+        if table.sealed[virtual] != MUTABLE:
+            table.sealed[virtual] = step + 1
+
     def take_copies(self, step: int) -> tuple[PageCopy, ...]:
         """The queued copies with the physical pages of ``step``, once."""
         found = []
@@ -103,9 +109,7 @@ class PageBook:
             table = self.tables[group]
             found.append(PageCopy(table.group, table.physical[source], table.physical[target]))
         for group, source, target in self._copies:
-            table = self.tables[group]
-            if table.sealed[target] != MUTABLE:
-                table.sealed[target] = step + 1  # the copy itself is a writer
+            self.written_by(group, target, step)
             for virtual in (source, target):
                 self.read_by(group, virtual, step)
         self._copies.clear()

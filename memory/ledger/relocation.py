@@ -74,6 +74,12 @@ class Relocator:
             and virtual not in self._moved[group]
         )
 
+    def may_copy_beside(self, group: int, virtual: int, completed_step: int) -> bool:
+        """Whether all writers of the page have finished. Into one that the open step brought, something may be copied
+        ahead of that step."""
+        sealed = self._tables[group].sealed[virtual]
+        return sealed != MUTABLE and sealed - 1 <= completed_step and virtual not in self.fresh[group]
+
     def moved(self, group: int, virtual: int) -> bool:
         """Whether a move of the open step writes the page."""
         return virtual in self._moved[group]
@@ -240,7 +246,7 @@ class Relocator:
     ) -> int:
         """Moves pages from a band's edge into its outermost holes until only ``keep_free`` holes would be left behind
         the edge, or ``budget_bytes`` are spent; answers the bytes. Sealed pages are copied beside the steps."""
-        pool, table = self._pools[group], self._tables[group]
+        pool = self._pools[group]
         from_high = pool.anchor is not Anchor.HIGH
         affordable = budget_bytes // pool.page_bytes
         if not affordable and budget_bytes == self.move_budget_bytes > 0:
@@ -268,7 +274,7 @@ class Relocator:
             target = next(targets, page)
             if (target >= page) if from_high else (target <= page):
                 break
-            if table.sealed[virtual] != MUTABLE and table.sealed[virtual] - 1 <= completed_step:
+            if self.may_copy_beside(group, virtual, completed_step):
                 self.copy_beside(group, page, target, step)
             else:
                 self.move_now(group, page, target)

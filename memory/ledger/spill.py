@@ -171,6 +171,7 @@ class HostSpill:
         for group, number, virtual in self._coming:
             physical = self._book.tables[group].physical[virtual]
             copies.append(PageCopy(self._names[group], self._slot(group, number), physical, from_host=True))
+            self._book.written_by(group, virtual, step)
             self._book.read_by(group, virtual, step)
             self._brought_bytes += self._book.pools[group].page_bytes
         self._use(step, [(group, number) for group, number, _ in self._coming])

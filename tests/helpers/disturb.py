@@ -11,7 +11,6 @@ from memory.api import StepCommands
 from memory.device.lanes import Lane, Mark
 from memory.ledger.ledger import ArenaLedger
 from memory.ledger.page_pool import BOUND
-from memory.ledger.page_table import MUTABLE
 from memory.ledger.spans import SpanSet
 from worker.engines.native import NativeEngine
 from worker.scheduling.step import StepPlan
@@ -100,7 +99,7 @@ def move_some_pages(ledger: ArenaLedger, dice: random.Random, most: int = 3) -> 
     avoid = SpanSet()
     for span in relocator.still_read(book.completed_step):
         avoid.add(*span)
-    for group, (pool, table) in enumerate(zip(book.pools, book.tables, strict=True)):
+    for group, pool in enumerate(book.pools):
         if not pool.num_free:
             book.layout.grow(group, 1)
         bound = [page for page in range(pool.first, pool.last) if pool.state[page] == BOUND]
@@ -114,8 +113,7 @@ def move_some_pages(ledger: ArenaLedger, dice: random.Random, most: int = 3) -> 
             virtual = pool.owner[page]
             if not relocator.movable(group, virtual):
                 continue
-            sealed = table.sealed[virtual]
-            if sealed != MUTABLE and sealed - 1 <= book.completed_step:
+            if relocator.may_copy_beside(group, virtual, book.completed_step):
                 relocator.copy_beside(group, page, targets.pop(), step)
             else:
                 relocator.move_now(group, page, targets.pop())

@@ -75,10 +75,14 @@ class PrefixPolicy:
             cuts += [last_checkpoint(known, self._align), request.branch_tokens]
         return min((cut for cut in cuts if cut > computed), default=0)
 
-    def start(self, slot: int) -> None:
-        """A row begins."""
-        if self._limits.prefix_cache:
-            self._rows.next_checkpoint[slot] = self._next_checkpoint(slot)
+    def start(self, slot: int, match: PrefixMatch) -> None:
+        """A row begins behind ``match``. What comes back from the host for it is kept at once: the next one like it
+        need not wait for the link."""
+        if not self._limits.prefix_cache:
+            return
+        if match.host_bytes:
+            self._running.offer_checkpoint(slot, match.num_tokens)
+        self._rows.next_checkpoint[slot] = self._next_checkpoint(slot)
 
     def offer(self) -> None:
         """Offers rows to the prefix cache whose count has come to a place where they can be kept."""

@@ -301,7 +301,7 @@ class Scheduler:
         self.waiting.pop()
         request.prefill = np.asarray(known, dtype=np.int64)
         self.rows.last_token[slot] = request.prefill[-1]
-        self._prefixes.start(slot)
+        self._prefixes.start(slot, match)
         self._count_admission(request, match.num_tokens)
         return slot, length
 

@@ -171,6 +171,27 @@ def test_prefixes_come_back_from_the_host_as_they_were(name: str, overlap: bool)
     assert desk.scheduler.statistics.cached_tokens > 3 * 2 * 128
 
 
+@pytest.mark.parametrize("name", SPECS)
+def test_what_came_back_from_the_host_is_kept(name: str) -> None:
+    """Even where the request that it came for reaches no other place to be kept."""
+    desk = make_desk(SPECS[name], host_tier_bytes=1 << 18)
+    prompt = (*range(128), 1, 2, 3)
+    desk.ask("first", prompt, max_tokens=3, ignore_eos=True)
+    desk.finish()
+    desk.loop.settle()
+    desk.ledger.shed(dict.fromkeys(desk.ledger.specs, 1 << 40))
+    counts = []
+    for number in range(3):
+        desk.ask(f"again {number}", prompt, max_tokens=3, ignore_eos=True)
+        desk.finish()
+        counts.append(desk.runner.num_from_host)
+    assert [cached(desk, f"again {number}") for number in range(3)] == [128] * 3
+    assert counts[0] > 0
+    assert counts == [counts[0]] * 3, "it came over the link again"
+    desk.check_answers()
+    desk.check_empty()
+
+
 @pytest.mark.parametrize("name", ["hybrid", "windowed", "all"])
 def test_prompts_that_begin_alike_share_from_the_third_on(name: str) -> None:
     """The first cannot know where others will part from it; the second does, and keeps its state there."""

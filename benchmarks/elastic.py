@@ -339,7 +339,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "phase": "all",
         "max_stall_ms": 1e3 * max_stall_s(elastic.facts, elastic.link_bytes_per_s),
         "k_recovered_s": recovered_s(elastic.places, elastic.logs[1]),
-        "k_least": min(count for _, count in elastic.places) / elastic.num_layers,
+        "k_least": least_places(elastic, elastic.logs[1]) / elastic.num_layers,
         "k_before": mean_places(elastic, elastic.logs[0]) / elastic.num_layers,
         "exchanged_mb": elastic.exchanged_bytes / 1e6,
         "wrong_tokens": None if options.no_replay else count_wrong(setup, elastic.steps),
@@ -349,6 +349,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         notes.append(f"link simulated: {options.link_mb_per_s:g} MB/s; seconds are processor time and link")
     rows = report_rows(elastic, rates, more, summary)
     publish(Report("elastic", conditions_of(options, setup), tuple(rows), tuple(notes)), options.json)
+
+
+def least_places(run: Run, log: PhaseLog) -> float:
+    """Fewest expert places in a phase."""
+    return min((count for at, count in run.places if log.began_s <= at < log.ended_s), default=0.0)
 
 
 def mean_places(run: Run, log: PhaseLog) -> float:

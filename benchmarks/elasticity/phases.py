@@ -12,7 +12,7 @@ from worker.api import Engine, GenerateRequest, SamplingParams
 TURNS = 4
 """A conversation's; then its client begins another."""
 SAMPLE_S = 0.02
-STALLED_S = 0.002
+STALLED_S = 0.01
 """A clock of computed seconds stands still while everybody waits; looks at it are so far apart in real ones."""
 
 Prompt = Callable[[random.Random, int], tuple[int, ...]]

@@ -32,7 +32,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from benchmarks.elasticity.link import OVER_THE_LINK, LinkedRunner
+import torch
+
+from benchmarks.elasticity.link import LinkedRunner
 from benchmarks.elasticity.phases import Clock, Driver, Phase, PhaseLog, Prompt, recovered_s
 from benchmarks.elasticity.prefill import PrefillTimes, time_prefill
 from benchmarks.elasticity.stalls import StepFacts, max_stall_s
@@ -83,25 +85,32 @@ class Recorder:
     """Told of each step: keeps what stalls are judged by, and the steps themselves where they are to be replayed."""
 
     def __init__(self, keep: bool) -> None:
-        self.facts: list[StepFacts] = []
         self.steps: list[RecordedStep] = []
         self.runner: ModelRunner | None = None
         self.clock: Clock = time.monotonic
         self._keep = keep
-        self._read = 0
+        self._decoded: list[tuple[int, float, int, torch.Tensor]] = []
 
     def __call__(self, plan: StepPlan, result: StepResult) -> None:
         """One step."""
         if self._keep:
             self.steps.append(RecordedStep(plan, result))
-        if self.runner is None or self.runner.pager is None or plan.num_rows != plan.num_decode_rows:
+        pager = None if self.runner is None else self.runner.pager
+        if pager is None or not plan.num_rows or plan.num_rows != plan.num_decode_rows:
             return
-        read = int(self.runner.pager.residency.counts[list(OVER_THE_LINK)].sum())
-        fresh, self._read = read - self._read, read
-        size = self.runner.pager.host.place_bytes
+        # A sum on the device: on a GPU nobody waits for it, and it may count the step launched behind this one.
+        read = pager.residency.counts[[Lane.TEE, Lane.IN_PLACE]].sum()
         banned = sum(entry.last - entry.first for entry in plan.commands.ban)
-        if plan.num_rows:
-            self.facts.append(StepFacts(plan.num_rows, result.seconds, fresh * size, banned * size))
+        self._decoded.append((plan.num_rows, result.seconds, banned, read))
+
+    def facts(self, place_bytes: int) -> list[StepFacts]:
+        """The decode steps so far."""
+        found, before = [], 0
+        for rows, seconds, banned, total in self._decoded:
+            read = int(total)
+            found.append(StepFacts(rows, seconds, (read - before) * place_bytes, banned * place_bytes))
+            before = read
+        return found
 
 
 def open_engine(setup: Setup, config: WorkerConfig, recorder: Recorder) -> NativeEngine:
@@ -142,7 +151,7 @@ def run_phases(setup: Setup, config: WorkerConfig, keep: bool = False) -> Run:
         return Run(
             logs,
             driver.places,
-            recorder.facts,
+            recorder.facts(host.place_bytes),
             recorder.steps,
             len(host.layers),
             host.num_experts,

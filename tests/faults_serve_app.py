@@ -6,6 +6,7 @@ from tests.faults import Fault
 
 HTTP = "tests/serve_app/test_http.py"
 TRUNK = "tests/serve_app/test_trunk.py"
+TRUNK_MESSAGES = "tests/serve_app/test_trunk_messages.py"
 DISPATCH = "tests/serve_app/test_dispatch.py"
 TEXT = "tests/serve_app/test_text.py"
 
@@ -129,14 +130,14 @@ FAULTS = [
         "serve_app.deployments.trunk",
         old="                entries.append((seat.number, GIVEN_UP, 0))\n",
         new="",
-        tests=(f"{TRUNK}::test_a_call_that_the_worker_ends_early_is_told_on_the_trunk",),
+        tests=(f"{TRUNK_MESSAGES}::test_a_call_that_the_worker_ends_early_is_told_on_the_trunk",),
     ),
     Fault(
         "trunk: messages grow without bound behind a busy Router",
         "serve_app.deployments.trunk",
         old=" if num_tokens < MESSAGE_TOKENS else None",
         new="",
-        tests=(f"{TRUNK}::test_what_has_piled_up_leaves_in_messages_of_bounded_size",),
+        tests=(f"{TRUNK_MESSAGES}::test_what_has_piled_up_leaves_in_messages_of_bounded_size",),
     ),
     Fault(
         "trunk: requests of a Router that is gone go on",

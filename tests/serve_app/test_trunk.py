@@ -13,40 +13,22 @@ from typing import Any
 
 import pytest
 
-from serve_app.deployments import trunk, trunk_reader
+from serve_app.deployments import trunk_reader
 from serve_app.deployments.engine_server import EngineServer
-from serve_app.deployments.protocol import Accepted, Refused, StreamItem
-from serve_app.deployments.trunk import Moved, OutgoingTrunk, SeatPlace, decode
+from serve_app.deployments.protocol import Accepted, StreamItem
+from serve_app.deployments.trunk import Moved, SeatPlace
 from serve_app.deployments.trunk_reader import SeatedStream, Trunks
 from serve_app.http.errors import WorkerLost
 from serve_app.policies.coalescing import CoalescingConfig
 from tests.helpers.tokenizers import scripted, write_model_folder
 from tests.serve_app.in_process import Cluster, running_cluster, sse_chunks
-from worker.api import FinishReason, GenerateRequest, SamplingParams, TokenEvent, TokenLogprobs
+from worker.api import FinishReason, GenerateRequest, SamplingParams, TokenEvent
 from worker.config import WorkerConfig
 from worker.engines.fake import FakeEngine
 from worker.engines.fake_script import FakeScript
-from worker.errors import EngineDead, InvalidRequest
+from worker.errors import EngineDead
 
 PACE = CoalescingConfig(messages_per_s=1000.0, reserve=0.0)
-
-
-def event(number: int, *ids: int, last: bool = False) -> TokenEvent:
-    return TokenEvent("r", ids, number, finish_reason=FinishReason.LENGTH if last else None)
-
-
-@dataclass
-class Said:
-    """A stream that says what the test puts in."""
-
-    events: list[TokenEvent] = field(default_factory=list)
-
-    def poll(self) -> TokenEvent | None:
-        return self.events.pop(0) if self.events else None
-
-
-def unchanged(last: TokenEvent) -> StreamItem:
-    return last
 
 
 @dataclass
@@ -132,48 +114,6 @@ def test_the_first_tokens_do_not_wait_for_the_trunk() -> None:
     asyncio.run(run())
 
 
-def test_logprobs_and_refusals_cross_whole() -> None:
-    async def run() -> None:
-        outgoing = OutgoingTrunk(lambda: 0.0)
-        entry = TokenLogprobs(7, -0.5, ((7, -0.5), (8, -1.5)))
-        rich = TokenEvent("r", (7,), 3, (entry,))
-        outgoing.take_seat(4, Said([rich]), unchanged)
-        refused = Refused(InvalidRequest("response_format", "cannot be"), None)
-        outgoing.take_seat(5, Said([event(9, 1, last=True)]), lambda last: refused)
-        messages = outgoing.messages()
-        assert await anext(messages) == b""
-        [first, second] = decode(await asyncio.wait_for(anext(messages), 5))
-        assert first == (4, rich, 3)
-        assert isinstance(second[1], Refused)
-        assert second[1].error.args == refused.error.args
-        await messages.aclose()
-
-    asyncio.run(run())
-
-
-def test_what_has_piled_up_leaves_in_messages_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trunk, "MESSAGE_TOKENS", 100)
-
-    async def run() -> list[int]:
-        outgoing = OutgoingTrunk(lambda: 0.0)
-        for number in range(20):
-            outgoing.take_seat(number, Said([event(30, *range(30), last=True)]), unchanged)
-        messages = outgoing.messages()
-        await anext(messages)
-        sizes, seen = [], []
-        while len(seen) < 20:
-            entries = decode(await asyncio.wait_for(anext(messages), 5))
-            sizes.append(sum(len(said.token_ids) for _, said, _ in entries if isinstance(said, TokenEvent)))
-            seen += [number for number, _, _ in entries]
-        assert sorted(seen) == list(range(20))
-        await messages.aclose()
-        return sizes
-
-    sizes = asyncio.run(run())
-    assert max(sizes) <= 130
-    assert sum(sizes) == 600
-
-
 def test_a_client_that_leaves_frees_its_request_and_no_other() -> None:
     async def run() -> None:
         async with both_ends(output="count", tokens_per_s=200.0) as ends:
@@ -232,22 +172,6 @@ def test_a_router_that_is_gone_frees_its_requests() -> None:
                     await asyncio.wait_for(task, 2)
             assert ends.server.engine.snapshot().num_aborted == 3
             assert not ends.server._trunks
-
-    asyncio.run(run())
-
-
-def test_a_call_that_the_worker_ends_early_is_told_on_the_trunk() -> None:
-    async def run() -> None:
-        outgoing = OutgoingTrunk(lambda: 0.0)
-        seat = outgoing.take_seat(3, Said(), unchanged)
-        messages = outgoing.messages()
-        await anext(messages)
-        seat.leave()
-        [(number, said, _)] = decode(await asyncio.wait_for(anext(messages), 5))
-        assert number == 3
-        assert isinstance(said, TokenEvent)
-        assert said.finish_reason is FinishReason.ABORT
-        await messages.aclose()
 
     asyncio.run(run())
 

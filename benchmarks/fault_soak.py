@@ -95,7 +95,7 @@ def options_of(engine: str, scratch: Path) -> dict[str, Any]:
         "log_level": "warning",
     }
     if engine == "native":
-        return {**common, "model": str(DEMO), "device": "cpu", "num_threads": 1, "arena_bytes": 48 << 20}
+        return {**common, "model": str(DEMO), "device": "cpu", "num_threads": 1, "arena_bytes": 96 << 20}
     # A page of one token and a prompt that takes its time; the pace lets a stream live long enough to be hit.
     script = {
         "output": "script",

@@ -1,15 +1,15 @@
-"""Remembers which Router asked a worker for which request, and decides which of them are gone for good.
+"""Remembers which Router asked a worker for which request, and which of them may be gone.
 
-A Router that was killed cannot cancel what it asked for, and Ray lets a call run on whose caller died. A Router counts
-as gone when it was missing for some time among those that took the worker's pushes, and only pushes that every Router
-took are counted: one that is slow, or a worker that cannot push, must cost nobody a stream.
+A Router that was killed cannot cancel what it asked for, and Ray lets a call run on whose caller died. A Router is
+suspected when it was missing for some time among those that took the worker's pushes. That is no proof: one that Serve
+is taking away gets no pushes either, and has streams to finish. Only pushes that every Router took are counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-GONE_S = 3.0
+MISSING_S = 3.0
 """A new Router may ask before the worker's pushes reach it."""
 
 
@@ -32,10 +32,9 @@ class Callers:
         """The requests that a Router has here."""
         return [request for request, router in self._router.items() if router == router_id]
 
-    def gone(self, living: Collection[str], others: Iterable[str], now_s: float) -> set[str]:
-        """Which Routers are gone: of those with requests here and of ``others``, given all that live now."""
+    def missing(self, living: Collection[str], others: Iterable[str], now_s: float) -> set[str]:
+        """Which Routers have been missing for some time: of those with requests here and of ``others``, given all that
+        took a push now."""
         absent = {*self._router.values(), *others} - set(living)
-        since = {router: self._missing_since_s.get(router, now_s) for router in absent}
-        found = {router for router, since_s in since.items() if now_s - since_s >= GONE_S}
-        self._missing_since_s = {router: at_s for router, at_s in since.items() if router not in found}
-        return found
+        self._missing_since_s = {router: self._missing_since_s.get(router, now_s) for router in absent}
+        return {router for router, at_s in self._missing_since_s.items() if now_s - at_s >= MISSING_S}

@@ -315,7 +315,7 @@ class Dispatcher:
     async def _ask_for_report(self, replica_id: str) -> None:
         try:
             async with asyncio.timeout(ASK_AFTER_S):
-                report = await self._transport.ask(replica_id, "worker_report")
+                report = await self._transport.report_of(replica_id)
         except (WorkerLost, ReplicaGone, TimeoutError):
             return
         finally:

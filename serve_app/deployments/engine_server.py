@@ -84,13 +84,14 @@ class EngineServer:
             del self._trunks[trunk_id]
             trunk.close()
 
-    def give_up_for(self, living: Collection[str], now_s: float) -> int:
-        """Ends what Routers asked for that are gone: Ray does not tell a worker. ``living``: all that there are, by a
-        push that every one of them took. Answers the number of requests."""
-        trunks = [(router_of(trunk_id), trunk) for trunk_id, trunk in self._trunks.items()]
-        gone = self._callers.gone(living, [router for router, _ in trunks], now_s)
-        for router, trunk in trunks:
-            if router in gone:
+    def missing_routers(self, living: Collection[str], now_s: float) -> set[str]:
+        """Routers that have something here and may be gone, see :class:`Callers`. ``living``: all that took a push."""
+        return self._callers.missing(living, map(router_of, self._trunks), now_s)
+
+    def give_up_for(self, gone: Collection[str]) -> int:
+        """Ends what Routers asked for that are gone: Ray does not tell a worker. Answers the number of requests."""
+        for trunk_id, trunk in list(self._trunks.items()):
+            if router_of(trunk_id) in gone:
                 trunk.close()
         requests = [request for router in gone for request in self._callers.requests_of(router)]
         for request_id in requests:

@@ -65,6 +65,10 @@ class Transport(Protocol):
         """Calls a method of a worker once. Raises WorkerLost (also for what the method raised) or ReplicaGone."""
         ...
 
+    async def report_of(self, replica_id: str) -> WorkerReport:
+        """A worker's report, asked for. Raises WorkerLost or ReplicaGone."""
+        ...
+
     async def wake(self) -> WorkerReport | None:
         """The report of whichever worker is there first. Waiting for one makes Serve start it where there is none."""
         ...

@@ -14,10 +14,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+import ray
 from ray import serve
 from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
 from ray.serve import context as serve_context
 from ray.serve._private import constants as serve_constants
+from ray.serve._private.common import DeploymentID, ReplicaID
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
@@ -79,6 +81,11 @@ class PinnedCalls:
             return await in_fresh_context(lambda: getattr(self._plain, question).remote(replica_id, *given))
         except (RayTaskError, RayActorError, TaskCancelledError) as error:
             raise _lost(error) from error
+
+    async def report_of(self, replica_id: str) -> WorkerReport:
+        """Asks that replica for its report."""
+        report: WorkerReport = await self.ask(replica_id, "worker_report")
+        return report
 
     async def wake(self) -> WorkerReport | None:
         """Asks any replica for its report: a call that waits is what Serve starts a first replica for."""
@@ -151,6 +158,16 @@ def own_replica_id() -> str:
     """Serve's name of the replica that asks, as :class:`PinnedRouter` compares it."""
     name: str = serve.get_replica_context().replica_id.unique_id
     return name
+
+
+def replica_lives(deployment: str, name: str) -> bool:
+    """Whether that replica of the own application has a living process; blocks for a moment."""
+    owner = DeploymentID(name=deployment, app_name=serve.get_replica_context().app_name)
+    try:
+        ray.get_actor(ReplicaID(name, owner).to_full_id_str(), namespace=serve_constants.SERVE_NAMESPACE)
+    except ValueError:  # no such actor
+        return False
+    return True
 
 
 NOBODY = ""

@@ -73,7 +73,7 @@ class Worker:
     # Called by Routers and, through them, by operators. ``replica_id`` is for the request router alone.
 
     async def worker_report(self, replica_id: str) -> WorkerReport:
-        """What would be pushed now."""
+        """What would be pushed now, for a Router that pushes do not reach."""
         return WorkerReport(ray_hooks.own_replica_id(), self._engine.model, self._engine.snapshot())
 
     async def engine_report(self, replica_id: str, name: str) -> Any:
@@ -122,11 +122,17 @@ class Worker:
                 heard = await routers.send(WorkerReport(replica_id, self._engine.model, snapshot))
                 if heard.answers:
                     last_key, last_s = key, time.monotonic()
-                if heard.by_all and (left := self._server.give_up_for(heard.answers, last_s)):
-                    logger.warning("%d requests of a router that is gone were ended", left)
+                if heard.by_all:
+                    await self._give_up_for_dead_routers(self._server.missing_routers(heard.answers, last_s))
             except Exception:
                 logger.exception("a report could not be sent")
                 await asyncio.sleep(HEARTBEAT_S)
+
+    async def _give_up_for_dead_routers(self, missing: set[str]) -> None:
+        # One that finishes its streams while Serve takes it away is missing, too, and lives.
+        lives = {name: await asyncio.to_thread(ray_hooks.replica_lives, "Router", name) for name in missing}
+        if left := self._server.give_up_for([name for name, is_there in lives.items() if not is_there]):
+            logger.warning("%d requests of a router that is gone were ended", left)
 
     async def __del__(self) -> None:
         # Serve calls and awaits this at the end of a replica, after its requests are done or timed out.

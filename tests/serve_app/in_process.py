@@ -133,11 +133,18 @@ class InProcessTransport:
             raise WorkerLost("killed by the test")
         if replica.silent:
             await asyncio.sleep(3600)
-        if question == "worker_report":
-            return WorkerReport(replica_id, replica.engine.model, replica.engine.snapshot())
         if question == "engine_report":
             return await replica.server.report(*given)
         return await getattr(replica.server, question)(*given)
+
+    async def report_of(self, replica_id: str) -> WorkerReport:
+        """Asks as a Router does that nobody pushes to."""
+        replica = self._replicas[replica_id]
+        if replica.silent:
+            await asyncio.sleep(3600)
+        if replica.gone or replica.lost:
+            raise WorkerLost("killed by the test")
+        return WorkerReport(replica_id, replica.engine.model, replica.engine.snapshot())
 
     async def wake(self) -> WorkerReport | None:
         """Waits until the test sets ``awake``."""

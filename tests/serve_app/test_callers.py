@@ -7,7 +7,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from serve_app.deployments.callers import GONE_S, Callers
+from serve_app.deployments.callers import MISSING_S, Callers
 from serve_app.deployments.engine_server import EngineServer
 from serve_app.deployments.trunk import Moved, SeatPlace, new_trunk_id
 from serve_app.policies.coalescing import CoalescingConfig
@@ -18,25 +18,25 @@ from worker.engines.fake import FakeEngine
 from worker.errors import EngineDead
 
 
-def test_a_router_is_gone_once_it_was_missing_for_some_time() -> None:
+def test_a_router_is_suspected_once_it_was_missing_for_some_time() -> None:
     callers = Callers()
     callers.took("r1", "a")
     callers.took("r2", "b")
-    assert callers.gone(["r2"], [], 0.0) == set()
-    assert callers.gone(["r2"], [], GONE_S - 0.1) == set()
-    assert callers.gone(["r2"], [], GONE_S) == {"r1"}
+    assert callers.missing(["r2"], [], 0.0) == set()
+    assert callers.missing(["r2"], [], MISSING_S - 0.1) == set()
+    assert callers.missing(["r2"], [], MISSING_S) == {"r1"}
     assert callers.requests_of("r1") == ["a"]
     callers.ended("a")
-    assert callers.gone(["r2"], [], 2 * GONE_S) == set()
+    assert callers.missing(["r2"], [], 2 * MISSING_S) == set()
 
 
 def test_a_router_that_answers_again_starts_anew() -> None:
     callers = Callers()
     callers.took("r1", "a")
-    assert callers.gone([], [], 0.0) == set()
-    assert callers.gone(["r1"], [], GONE_S / 2) == set()
-    assert callers.gone([], [], GONE_S) == set()
-    assert callers.gone([], [], 2 * GONE_S) == {"r1"}
+    assert callers.missing([], [], 0.0) == set()
+    assert callers.missing(["r1"], [], MISSING_S / 2) == set()
+    assert callers.missing([], [], MISSING_S) == set()
+    assert callers.missing([], [], 2 * MISSING_S) == {"r1"}
 
 
 def test_what_a_dead_router_asked_for_ends_on_its_trunk_and_beside_it(tmp_path: Path) -> None:
@@ -54,9 +54,10 @@ def test_what_a_dead_router_asked_for_ends_on_its_trunk_and_beside_it(tmp_path: 
                 request = GenerateRequest(f"r{number}", (1,), sampling)
                 calls.append(asyncio.create_task(_last(server, request, SeatPlace(trunk_id, number))))
             await asyncio.sleep(0.2)
-            assert server.give_up_for(["alive"], 0.0) == 0
-            assert engine.snapshot().num_running == 3
-            assert server.give_up_for(["alive"], GONE_S) == 2
+            assert server.missing_routers(["alive"], 0.0) == set()
+            assert server.missing_routers(["alive"], MISSING_S) == {"dead"}
+            assert engine.snapshot().num_running == 3, "a suspicion ends nothing"
+            assert server.give_up_for(["dead"]) == 2
             ended = await asyncio.wait_for(asyncio.gather(*calls[:2], return_exceptions=True), 2)
             assert all(isinstance(end, EngineDead) for end in ended), ended
             assert [message async for message in trunk] == [], "the trunk's call ends, too"

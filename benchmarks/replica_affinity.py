@@ -1,6 +1,6 @@
 """Measures what expert affinity saves: four real replicas of the demo model, experts paged, four domains of requests.
 
-    python -m benchmarks.replica_affinity [--json FILE] [--conversations 96] [--clients 2]
+    python -m benchmarks.replica_affinity [--json FILE] [--conversations 96]
 
 The same conversations run twice through real Ray Serve, with the expert term of placement and without it; everything
 else of the router is the same. Bytes paged in are the engines' own counters, from the moment that every domain has
@@ -39,8 +39,9 @@ REPLICAS = 4
 TURNS = 2
 ANSWER_TOKENS = 40
 TOP = 12
-EXPERT_BYTES = 20 << 20
-"""About eight tenths of the experts of all layers, in float32."""
+EXPERT_BYTES = 18 << 20
+"""About seven tenths of the experts of all layers, in float32."""
+LONGEST_PAUSE_S = 2.0
 LINK_BYTES_PER_S = 1e9
 """An expert of the demo model then costs as long on the way as one of 4.7 MB over PCIe 5: 0.1 ms."""
 
@@ -105,35 +106,28 @@ async def converse(http: httpx.AsyncClient, domain: str, number: int) -> int:
     return cached
 
 
-async def run_all(url: str, order: Sequence[tuple[str, int]], num_clients: int) -> int:
-    """All conversations, so many at once; answers the prompt tokens that came from prefix caches."""
-    waiting = list(reversed(order))
-    cached = 0
+async def run_all(url: str, per_domain: int, first: int) -> int:
+    """A tenant of each domain at a time, one conversation after another with pauses to think; answers the prompt
+    tokens that came from prefix caches."""
     async with new_client(url) as http:
 
-        async def client() -> None:
-            nonlocal cached
-            while waiting:
-                cached += await converse(http, *waiting.pop())
+        async def tenant(domain: str) -> int:
+            pauses = random.Random(f"{domain} {first}")
+            cached = 0
+            for number in range(first, first + per_domain):
+                await asyncio.sleep(pauses.uniform(0.0, LONGEST_PAUSE_S))
+                cached += await converse(http, domain, number)
+            return cached
 
-        await asyncio.gather(*(client() for _ in range(num_clients)))
-    return cached
-
-
-def order_of(conversations: int, first: int, seed: int) -> list[tuple[str, int]]:
-    """Conversations of all domains, mixed at random."""
-    found = [
-        (domain, first + number) for number in range(conversations // len(DOMAINS)) for domain in DOMAINS
-    ]
-    random.Random(seed).shuffle(found)
-    return found
+        return sum(await asyncio.gather(*map(tenant, DOMAINS)))
 
 
-def measure(service: Any, conversations: int, num_clients: int) -> Run:
-    """Runs the load against a deployed service: a third of it first, unmeasured, from which the router learns."""
-    asyncio.run(run_all(service.url, order_of(conversations // 3, 10_000, 1), num_clients))
+def measure(service: Any, conversations: int) -> Run:
+    """Runs the load against a deployed service: half of it first, unmeasured, which fills the expert places."""
+    per_domain = conversations // len(DOMAINS)
+    asyncio.run(run_all(service.url, -(-per_domain // 2), 10_000))
     before, seen = service.snapshots(), {a.replica: len(a.affinity_keys) for a in service.arrivals()}
-    cached = asyncio.run(run_all(service.url, order_of(conversations, 0, 2), num_clients))
+    cached = asyncio.run(run_all(service.url, per_domain, 0))
     after, arrivals = service.snapshots(), service.arrivals()
     run = Run(cached_tokens=cached)
     for states, sign in ((before, -1), (after, 1)):
@@ -214,7 +208,6 @@ def main() -> int:
     """Runs both, prints and writes the figures."""
     parser = report_parser(__doc__)
     parser.add_argument("--conversations", type=int, default=96)
-    parser.add_argument("--clients", type=int, default=2)
     options = parser.parse_args()
     overlap, lines = ({}, []) if options.conversations < 48 else overlaps()
     runs: dict[bool, Run] = {}
@@ -225,7 +218,7 @@ def main() -> int:
             service = Service(f"affinity{wanted:d}", address, options_of(wanted))
             service.deploy()
             service.wait_until_whole(REPLICAS, 1, 120.0)
-            runs[wanted] = measure(service, options.conversations, options.clients)
+            runs[wanted] = measure(service, options.conversations)
             service.delete()
     for wanted, run in runs.items():
         lines.append(f"{'with' if wanted else 'without'} the term, requests of each domain by replica:")
@@ -237,8 +230,8 @@ def main() -> int:
         model="demo/model",
         weights="trained",
         prompts=f"{options.conversations} conversations of {TURNS} turns from demo.tasks: {', '.join(DOMAINS)}",
-        cache="warm: a third as many conversations before",
-        batch=f"{options.clients} clients, 1 thread a replica",
+        cache="warm: half as many conversations before",
+        batch=f"{len(DOMAINS)} tenants, each at most one conversation at a time; 1 thread a replica",
         context=f"up to 500 tokens, {ANSWER_TOKENS} new ones a turn",
         resident=f"{EXPERT_BYTES >> 20} MiB of 25 MB a replica; placement takes the link for {LINK_BYTES_PER_S:g} B/s",
     )

@@ -39,6 +39,7 @@ from serve_app.policies.prediction import (
 )
 from serve_app.policies.prefix_affinity import DEFAULT_BLOCK_TOKENS, PrefixAffinity
 from serve_app.policies.replica_view import Accepted, ReplicaLoad, ReplicaView, SentLoad
+from serve_app.policies.tenant_homes import TenantHomes
 from worker.api import WorkerSnapshot
 
 OUTPUT_WEIGHT = 0.05
@@ -169,6 +170,7 @@ class Placement:
         self._link = LinkModel()
         self.prefixes = PrefixAffinity(config.block_tokens)
         self.experts = ExpertAffinity()
+        self._tenants = TenantHomes()
 
     # -- replicas -----------------------------------------------------------------------------------------------
 
@@ -213,6 +215,7 @@ class Placement:
         self._views.pop(replica_id, None)
         self._costs.pop(replica_id, None)
         self.prefixes.flush(replica_id)
+        self._tenants.remove(replica_id)
 
     # -- placements ---------------------------------------------------------------------------------------------
 
@@ -325,14 +328,25 @@ class Placement:
         rules = self._config
         best_ms = min(candidate.total_ms for candidate in candidates)
         home = self._homes.get(facts.affinity_keys[0]) if facts.affinity_keys else None
-        for candidate in candidates:
-            near_ms = best_ms * (1 + rules.stay_share) + rules.stay_ms
-            if candidate.view.replica_id == home and candidate.total_ms <= near_ms:
-                return candidate
+        near_ms = best_ms * (1 + rules.stay_share) + rules.stay_ms
+        near = {c.view.replica_id: c for c in candidates if c.total_ms <= near_ms}
+        if home is None:
+            home = self._tenants_home(facts, list(near))
+        if home in near:
+            return near[home]
         near_ms = best_ms * (1 + rules.tie_share) + rules.tie_ms
         ties = _with_fewest_missing([c for c in candidates if c.total_ms <= near_ms])
         drawn = self._random.sample(ties, min(2, len(ties)))
         return min(drawn, key=lambda candidate: (candidate.num_active, candidate.total_ms))
+
+    def _tenants_home(self, facts: RequestFacts, near: Sequence[str]) -> str | None:
+        """Where a new conversation's user or tenant is at home; None where experts are no matter."""
+        paged = self._config.expert_affinity and any(self._costs[name].expert_bytes for name in near)
+        return (
+            self._tenants.home(facts.affinity_keys[1], near)
+            if paged and len(facts.affinity_keys) > 1
+            else None
+        )
 
     def _book(self, facts: RequestFacts, chosen: _Candidate, now_s: float) -> Choice:
         ticket, name = self._next_ticket, chosen.view.replica_id

@@ -385,6 +385,46 @@ def test_an_expert_cache_that_is_not_full_is_no_reason_to_stay_away() -> None:
             placement.report(name, snapshot(1, extra=extra, experts=experts), 0.0)
         for _ in range(3):
             placement.experts.observe(["tenant"], b"\xff" * 8)
-        first[free].add(chosen(placement.choose(RequestFacts(100, 10, (), ("chat", "tenant")), 0.0)))
+        first[free].add(chosen(placement.choose(RequestFacts(100, 10, (), ("tenant",)), 0.0)))
     assert first[0] == {"warm"}, "what it would miss there drives others out"
     assert first[64] == {"warm", "cold"}, "all of it finds room"
+
+
+def test_tenants_whose_experts_are_paged_are_at_home_on_different_replicas() -> None:
+    for paged, apart in ((True, True), (False, False)):
+        placement = Placement(PlacementConfig(), seed=3)
+        for name in "abcd":
+            extra = {"expert_bytes": 1e5} if paged else {}
+            placement.report(name, snapshot(1, 0.0, extra=extra), 0.0)
+        went: dict[str, set[str]] = {f"tenant{n}": set() for n in range(4)}
+        for number in range(10):
+            for tenant in went:
+                now_s = 10.0 * number
+                for name in "abcd":
+                    placement.report(name, snapshot(number + 2, now_s, extra=extra), now_s)
+                choice = placement.choose(RequestFacts(64, 8, (), (f"{tenant}/{number}", tenant)), now_s)
+                went[tenant].add(chosen(choice))
+                assert isinstance(choice, Choice)
+                placement.done(choice.ticket, now_s, Outcome(completed=True))
+        homes = [home for where in went.values() for home in where]
+        assert (len(homes) == len(set(homes)) == 4) == apart, went
+
+
+def test_a_busy_home_is_left_for_the_moment_and_a_lost_one_for_good() -> None:
+    placement = Placement(PlacementConfig(), seed=3)
+    for name in "ab":
+        placement.report(name, snapshot(1, 0.0, extra={"expert_bytes": 1e5}), 0.0)
+
+    def place(number: int) -> str:
+        return chosen(placement.choose(RequestFacts(64, 8, (), (f"chat{number}", "tenant")), 0.1))
+
+    home = place(1)
+    other = next(name for name in "ab" if name != home)
+    placement.report(home, snapshot(2, 0.1, running=60, extra={"expert_bytes": 1e5}), 0.1)
+    assert place(2) == other
+    placement.report(home, snapshot(3, 0.1, extra={"expert_bytes": 1e5}), 0.1)
+    placement.remove(other)
+    placement.report(other, snapshot(1, 0.1, extra={"expert_bytes": 1e5}), 0.1)
+    assert place(3) == home
+    placement.remove(home)
+    assert place(4) == other

@@ -143,4 +143,28 @@ FAULTS = [
         new="        if self._ring is not None and row < 0:\n            return self._run_pass(",
         tests=(f"{STAGED}::test_the_ring_brings_what_is_missing_and_is_given_back",),
     ),
+    Fault(
+        "market: misses of what is new ask for more places",
+        "memory.ledger.market",
+        old="    if new.num_free > FREE_SHARE * new.num_places:\n",
+        new="    if new.num_free < 0:\n",
+        tests=("tests/memory/test_market.py::test_misses_ask_for_no_places_while_some_are_free",),
+    ),
+    Fault(
+        "market: time spent on prompts counts for nothing",
+        "memory.ledger.market",
+        old="prompts = max(staged, min(1.0, (prompt_s - old_prompt_s) / elapsed))",
+        new="prompts = staged",
+        tests=("tests/memory/test_market.py::test_time_spent_on_prompts_gets_no_shorter_by_another_request",),
+    ),
+    Fault(
+        "market: prompts cost what somebody once assumed",
+        "worker.scheduling.trading",
+        old="(now.saved_ms - old.saved_ms) * prompt_scale",
+        new="(now.saved_ms - old.saved_ms)",
+        tests=(
+            "tests/worker/scheduling/test_scheduler_trading.py"
+            "::test_the_market_runs_both_ways_and_prices_prompts_at_what_they_cost_here",
+        ),
+    ),
 ]

@@ -84,10 +84,12 @@ class PrefixReading:
 
 @dataclass(frozen=True, slots=True)
 class RunningReading:
-    """How many requests run, and the bytes that pages of all kinds keep from experts: used, kept for later or empty."""
+    """How many requests run, and the bytes that pages of all kinds keep from experts: used, kept for later or empty.
+    ``prompt_s``: seconds spent on prompts so far, where that is known; else the link's for them stand in."""
 
     num_running: int = 0
     page_bytes: int = 0
+    prompt_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +133,10 @@ class Market:
         self._half_life_s = half_life_s
         self._tilt = Tilt.HOLD
         self._prices: Prices | None = None
-        self._last: tuple[float, ExpertReading, PrefixReading] | None = None
+        self._last: tuple[float, ExpertReading, PrefixReading, float] | None = None
         self._ghost_bytes = 0.0
         self._credit_bytes = 0.0
-        self._staged_share = 0.0
+        self._prompt_share = 0.0
         self._decode_share = 0.0
 
     @property
@@ -152,12 +154,12 @@ class Market:
         """Takes all sides' readings at time ``now_s`` and answers what this step should do. Calls without time in
         between answer as the one before, without further evictions."""
         if self._last is None:
-            self._last = (now_s, experts, prefixes)
+            self._last = (now_s, experts, prefixes, running.prompt_s)
             return MarketDecision()
         elapsed = now_s - self._last[0]
         if elapsed > 0:
-            self._smooth(elapsed, experts, prefixes)
-            self._last = (now_s, experts, prefixes)
+            self._smooth(elapsed, experts, prefixes, running.prompt_s)
+            self._last = (now_s, experts, prefixes, running.prompt_s)
             self._tilt = self._next_tilt()
             self._credit_bytes += self._bytes_per_s * elapsed
         missing = experts.num_experts - experts.num_places
@@ -169,9 +171,11 @@ class Market:
         self._credit_bytes = 0.0
         return MarketDecision(self._tilt, evict, False, hold_new)
 
-    def _smooth(self, elapsed: float, experts: ExpertReading, prefixes: PrefixReading) -> None:
+    def _smooth(
+        self, elapsed: float, experts: ExpertReading, prefixes: PrefixReading, prompt_s: float
+    ) -> None:
         assert self._last is not None
-        _, old_experts, old_prefixes = self._last
+        _, old_experts, old_prefixes, old_prompt_s = self._last
         keep = 0.5 ** (elapsed / self._half_life_s)
         # Evicted bytes are ghosts for about as long as the smoothing remembers.
         self._ghost_bytes = self._ghost_bytes * keep + prefixes.evicted_bytes - old_prefixes.evicted_bytes
@@ -181,7 +185,8 @@ class Market:
         )
         staged = _link_share(elapsed, experts, experts.staged - old_experts.staged)
         link = _link_share(elapsed, experts, experts.misses - old_experts.misses)
-        self._staged_share = self._staged_share * keep + staged * (1 - keep)
+        prompts = max(staged, min(1.0, (prompt_s - old_prompt_s) / elapsed))
+        self._prompt_share = self._prompt_share * keep + prompts * (1 - keep)
         self._decode_share = self._decode_share * keep + (link - staged) * (1 - keep)
         old = self._prices or now
         self._prices = Prices(
@@ -191,7 +196,7 @@ class Market:
     def _pays(self, experts: ExpertReading, running: RunningReading) -> bool:
         """Whether one more request brings more than it costs those that run."""
         waiting = _elasticity(experts, running.num_running) * self._decode_share
-        return self.prices.expert * running.page_bytes <= 1000.0 * (1.0 - self._staged_share - waiting)
+        return self.prices.expert * running.page_bytes <= 1000.0 * (1.0 - self._prompt_share - waiting)
 
     def _next_tilt(self) -> Tilt:
         expert, prefix = self.prices.expert, self.prices.prefix

@@ -178,3 +178,12 @@ def test_misses_ask_for_no_places_while_some_are_free() -> None:
         market.step(0.0, now[0], prefixes())
         market.step(1.0, now[1], prefixes())
         assert market.prices.expert == pytest.approx(price)
+
+
+@pytest.mark.parametrize(("prompt_s", "hold"), [(0.0, False), (0.3, False), (0.9, True)])
+def test_time_spent_on_prompts_gets_no_shorter_by_another_request(prompt_s: float, hold: bool) -> None:
+    """Pages of 20 GB cost 0.47 s a second; with most of the time spent on prompts, one more answer brings less."""
+    market = Market(1e9, half_life_s=1e-9)
+    market.step(0.0, experts(), prefixes())
+    running = RunningReading(64, 20_000_000_000, prompt_s)
+    assert market.step(1.0, experts(misses=4000), prefixes(), running).hold_new is hold

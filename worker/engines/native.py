@@ -355,8 +355,8 @@ class NativeEngine:
     def _publish(self, with_report: bool) -> None:
         snapshot = self._take_snapshot()
         if self._experts is not None:
-            cost = self._scheduler.statistics.prompt_cost
-            self._experts.trade(self._ledger, snapshot.num_running, cost.ms_per_token)
+            prompts = self._scheduler.statistics.prompt_cost
+            self._experts.trade(self._ledger, snapshot.num_running, prompts)
         report = self._arena_report
         if with_report:
             report, self._reported_s = self._ledger.report(), time.monotonic()

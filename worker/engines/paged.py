@@ -14,6 +14,7 @@ from memory.ledger.prices import RecomputeCost
 from worker.api import ModelInfo, WorkerSnapshot
 from worker.config import WorkerConfig
 from worker.errors import ConfigError
+from worker.scheduling.statistics import PromptCost
 from worker.scheduling.trading import ExpertTotals, ExpertTrader, PagedShape
 
 if TYPE_CHECKING:
@@ -93,10 +94,9 @@ class EngineExperts:
         self._report = self._reporter.read()
         return self._report
 
-    def trade(self, ledger: Ledger, num_running: int, prompt_ms: float) -> None:
+    def trade(self, ledger: Ledger, num_running: int, prompts: PromptCost) -> None:
         """Lets spare bytes flow between experts and kept prefixes, by what ``read`` last saw. Nothing flows where one
-        side's bytes are fixed: ``memory_mode=split``, or ``expert_bytes``. ``prompt_ms``: what a token of a prompt
-        costs, 0 where none was computed yet."""
+        side's bytes are fixed: ``memory_mode=split``, or ``expert_bytes``. ``prompts``: what they cost here."""
         from memory.device.residency import Lane
 
         if self._report is None or not self._trades or not isinstance(ledger, ArenaLedger):
@@ -108,8 +108,8 @@ class EngineExperts:
         totals = ExpertTotals(
             report.misses + staged, staged, report.ghost_hits, report.num_ghosts, sum(report.resident)
         )
-        scale = prompt_ms / PRICED_MS_PER_TOKEN if prompt_ms else 1.0
-        self._trader.trade(self.clock(), totals, num_running, scale)
+        scale = prompts.ms_per_token / PRICED_MS_PER_TOKEN or 1.0
+        self._trader.trade(self.clock(), totals, num_running, scale, prompts.busy_s)
 
 
 def with_experts(snapshot: WorkerSnapshot, report: ExpertReport) -> WorkerSnapshot:

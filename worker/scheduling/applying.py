@@ -58,8 +58,7 @@ class Applier:
         now = self._clock()
         if not plan.staged:  # many steps run beside a pass
             self._statistics.step_times.add(now, result.seconds)
-        decoding = plan.num_decode_rows
-        self._statistics.prompt_cost.note(plan.num_tokens - decoding, decoding, result.seconds)
+        self._note_cost(plan, result)
         alive = rows.requests[plan.slots] == plan.requests
         rows.steps_in_flight[plan.slots[alive]] -= 1
         taken = np.flatnonzero(alive & plan.samples)
@@ -67,6 +66,14 @@ class Applier:
         for slot in plan.slots[alive & rows.leaving[plan.slots]].tolist():
             events.extend(self._leave(slot, now))
         return events
+
+    def _note_cost(self, plan: StepPlan, result: StepResult) -> None:
+        cost = self._statistics.prompt_cost
+        if plan.staged:
+            cost.end_pass(plan.num_tokens, result.seconds)
+        else:
+            decoding = plan.num_decode_rows
+            cost.note(plan.num_tokens - decoding, decoding, result.seconds)
 
     def _take_tokens(self, slots: IntArray, at: IntArray, result: StepResult, now: float) -> list[TokenEvent]:
         """``at``: the rows in the result that the slots stand for."""

@@ -207,6 +207,7 @@ class Scheduler:
     def _build_pass(self, step: int, chunks: list[tuple[int, int]], fresh: list[int]) -> StepPlan:
         """The chunks as a pass of their own; decode rows go on with the steps behind it."""
         plan = self._builder.build(step, np.zeros(0, dtype=np.int64), chunks, fresh)
+        self.statistics.prompt_cost.begin_pass()
         return replace(plan, staged=True, ring=self._passes.open(plan.slots))
 
     def _stays(self, slot: int) -> bool:

@@ -43,15 +43,30 @@ class PromptCost:
     def __init__(self, memory: float = 0.2, least_tokens: int = 32) -> None:
         self.ms_per_token = 0.0
         """0 until the first prompt"""
+        self.busy_s = 0.0
+        """seconds spent on prompts so far"""
+        self._decode_s = 0.0
+        self._mark_s = 0.0
         self._memory = memory
         self._least_tokens = least_tokens
 
     def note(self, prompt_tokens: int, other_tokens: int, seconds: float) -> None:
         """A step of so many tokens took ``seconds``."""
+        self.busy_s += seconds * prompt_tokens / max(1, prompt_tokens + other_tokens)
+        if not prompt_tokens:
+            self._decode_s += seconds
         if prompt_tokens < self._least_tokens or prompt_tokens < 4 * other_tokens:
             return
         fresh = 1e3 * seconds / prompt_tokens
         self.ms_per_token += (fresh - self.ms_per_token) * (self._memory if self.ms_per_token else 1.0)
+
+    def begin_pass(self) -> None:
+        """A pass begins: steps noted from here on run beside it."""
+        self._mark_s = self._decode_s
+
+    def end_pass(self, prompt_tokens: int, seconds: float) -> None:
+        """It took ``seconds`` in all."""
+        self.note(prompt_tokens, 0, max(0.0, seconds - (self._decode_s - self._mark_s)))
 
 
 class Statistics:

@@ -53,10 +53,16 @@ class ExpertTrader:
         self._scaled = self._seen
 
     def trade(
-        self, now_s: float, totals: ExpertTotals, num_running: int, prompt_scale: float = 1.0
+        self,
+        now_s: float,
+        totals: ExpertTotals,
+        num_running: int,
+        prompt_scale: float = 1.0,
+        prompt_s: float = 0.0,
     ) -> MarketDecision:
         """One round at time ``now_s``; the decision is carried out when this returns. ``prompt_scale``: what a token
-        of a prompt costs, as a multiple of what the prefix tree takes it to cost."""
+        of a prompt costs, as a multiple of what the prefix tree takes it to cost. ``prompt_s``: seconds spent on
+        prompts so far."""
         shape, usable = self._shape, self._ledger.num_usable_places
         experts = ExpertReading(
             misses=totals.misses,
@@ -77,7 +83,7 @@ class ExpertTrader:
             for k in kinds
         )
         decision = self._market.step(
-            now_s, experts, self._prefixes(prompt_scale), RunningReading(num_running, held)
+            now_s, experts, self._prefixes(prompt_scale), RunningReading(num_running, held, prompt_s)
         )
         self._ledger.follow(decision)
         return decision

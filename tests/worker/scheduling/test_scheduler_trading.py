@@ -92,3 +92,15 @@ def test_a_prompts_token_costs_what_steps_of_prompts_took() -> None:
     desk.finish()
     # The fake device takes 0.1 ms a step; chunks are of 64 tokens.
     assert desk.scheduler.statistics.prompt_cost.ms_per_token == pytest.approx(0.1 / 64, rel=0.3)
+
+
+def test_steps_beside_a_pass_are_not_its_cost() -> None:
+    cost = PromptCost()
+    cost.note(0, 4, 1.0)
+    cost.begin_pass()
+    cost.note(0, 4, 0.25)
+    cost.end_pass(100, 0.75)
+    assert cost.busy_s == pytest.approx(0.5)
+    assert cost.ms_per_token == pytest.approx(5.0)
+    cost.note(30, 10, 0.4)
+    assert cost.busy_s == pytest.approx(0.8), "a step's share of prompts counts"

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+from serve_app.deployments.placed_stream import PlacedStream
 from serve_app.deployments.protocol import (
     Accepted,
     Refused,
@@ -259,7 +260,7 @@ class Dispatcher:
             await stream.aclose()
             raise
         self._placement.started(choice.ticket, time.monotonic())
-        return PlacedStream(self, choice, watch, first)
+        return PlacedStream(watch, first, lambda last: self._ended(choice, watch, last))
 
     async def _first_tokens(self, choice: Choice, stream: StreamWatch) -> TokenEvent:
         try:
@@ -342,7 +343,7 @@ class Dispatcher:
         self._placement.remove(replica_id)
         self._reports.pop(replica_id, None)
 
-    def ended(self, choice: Choice, watch: StreamWatch, last: TokenEvent) -> None:
+    def _ended(self, choice: Choice, watch: StreamWatch, last: TokenEvent) -> None:
         """A placed stream is over: ``last`` is its last event so far."""
         self._watchers.unwatch(watch)
         timeline = last.timeline
@@ -351,47 +352,3 @@ class Dispatcher:
         generated = last.num_generated if completed else None
         # A stream that was read to any point did compute its prompt: only a refusal withdraws that.
         self._end(choice, Outcome(completed=True, cached_tokens=cached, generated_tokens=generated))
-
-
-class PlacedStream:
-    """The events of a request at its worker. Closing it, at any time, aborts the request there."""
-
-    def __init__(
-        self, dispatcher: Dispatcher, choice: Choice, stream: StreamWatch, first: TokenEvent
-    ) -> None:
-        self._dispatcher = dispatcher
-        self._choice = choice
-        self._stream = stream
-        self._next: TokenEvent | None = first
-        self._last = first
-        self._closed = False
-
-    def __aiter__(self) -> PlacedStream:
-        return self
-
-    async def __anext__(self) -> TokenEvent:
-        if self._next is not None:
-            event, self._next = self._next, None
-            return event
-        if self._closed or self._last.finish_reason is not None:
-            await self.aclose()
-            raise StopAsyncIteration
-        try:
-            item = await self._stream.next()
-        except BaseException:
-            await self.aclose()
-            raise
-        if not isinstance(item, TokenEvent):
-            await self.aclose()
-            assert isinstance(item, Refused)
-            raise item.error
-        self._last = item
-        return item
-
-    async def aclose(self) -> None:
-        """Ends the request and its booking; may be called twice."""
-        if self._closed:
-            return
-        self._closed = True
-        self._dispatcher.ended(self._choice, self._stream, self._last)
-        await self._stream.aclose()

@@ -172,13 +172,13 @@ async def soak(
     await drill.http.aclose()
     outcome.seconds = time.monotonic() - began_s
     outcome.outcomes = dict(crowd.tally.outcomes)
-    outcome.lost = [*crowd.tally.lost, *_unexplained(crowd.tally.marred, spans, began_s)]
+    outcome.lost = [*crowd.tally.lost, *unexplained(crowd.tally.marred, spans, began_s)]
     outcome.tell_s, outcome.slow_bytes = drill.tell_s, drill.slow_bytes
     await asyncio.to_thread(_count_what_is_left, service, outcome)
     return outcome
 
 
-def _unexplained(
+def unexplained(
     marred: list[tuple[float, str, str]], spans: list[tuple[float, float, str]], began_s: float
 ) -> list[str]:
     """Requests that were failed or cut where no fault may do that."""

@@ -86,12 +86,12 @@ def options_of(expert_affinity: bool, expert_bytes: int = EXPERT_BYTES) -> dict[
     }
 
 
-async def converse(http: httpx.AsyncClient, domain: str, number: int) -> int:
+async def converse(http: httpx.AsyncClient, domain: str, number: int, turns: int = TURNS) -> int:
     """One conversation of several turns; how many prompt tokens of the later ones came from a prefix cache."""
     chance = random.Random(f"{domain} {number}")
     messages: list[Message] = []
     cached = 0
-    for _ in range(TURNS):
+    for _ in range(turns):
         sample = DOMAINS[domain](chance)
         messages += [m for m in sample.messages[:-1] if m["role"] == "user"]
         body = {"messages": messages, "temperature": 0, "max_tokens": ANSWER_TOKENS}
@@ -134,13 +134,13 @@ def measure(service: Any, conversations: int) -> Run:
         run.bytes_paged += sign * sum(state.expert_bytes_paged for state in states)
         run.hits += sign * sum(state.expert_hits for state in states)
         run.misses += sign * sum(state.expert_misses for state in states)
-    _trace(run, {a.replica: a.affinity_keys[seen[a.replica] :] for a in arrivals})
+    trace(run, {a.replica: a.affinity_keys[seen[a.replica] :] for a in arrivals})
     run.num_astray = sum(a.num_astray for a in arrivals)
     return run
 
 
-def _trace(run: Run, arrived: Mapping[str, Sequence[str]]) -> None:
-    """Where each conversation went, from what reached the workers."""
+def trace(run: Run, arrived: Mapping[str, Sequence[str]]) -> None:
+    """Fills in where each conversation went, from what reached the workers."""
     turns: dict[str, Counter[str]] = {}
     for replica, keys in arrived.items():
         for key in keys:
@@ -209,7 +209,7 @@ def main() -> int:
     parser = report_parser(__doc__)
     parser.add_argument("--conversations", type=int, default=96)
     options = parser.parse_args()
-    overlap, lines = ({}, []) if options.conversations < 48 else overlaps()
+    overlap, lines = overlaps()
     runs: dict[bool, Run] = {}
     with running_cluster("default") as address:
         from benchmarks.drills.service import Service

@@ -1,0 +1,96 @@
+"""What the fault soak counts: a fault may mar what it is known to mar, for a while, and nothing else is explained."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import pytest
+
+from benchmarks.drills.clients import Cut, Question, Told, ask
+from benchmarks.fault_soak import Outcome, figures_of, unexplained
+
+STREAM = 'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
+USAGE = 'data: {"choices":[],"usage":{"completion_tokens":%d}}\n\n'
+DONE = "data: [DONE]\n\n"
+
+
+async def _asked(status: int, body: str, question: Question, headers: dict[str, str] | None = None) -> str:
+    transport = httpx.MockTransport(lambda request: httpx.Response(status, text=body, headers=headers))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        return await ask(http, question)
+
+
+def judge(status: int, body: str, question: Question, **more: str) -> str:
+    """How an answer is judged."""
+    import asyncio
+
+    try:
+        return asyncio.run(_asked(status, body, question, more or None))
+    except Told as told:
+        return f"told {told.status} {told.code} {told.retry_after}"
+    except Cut:
+        return "cut"
+    except ValueError:
+        return "wrong"
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "judged"),
+    [
+        (200, STREAM + USAGE % 3 + DONE, "complete"),
+        (200, STREAM + USAGE % 2 + DONE, "wrong"),
+        (200, STREAM + USAGE % 3, "cut"),
+        (200, STREAM + DONE, "wrong"),
+        (
+            200,
+            STREAM + 'data: {"error":{"message":"m","code":"worker_failed"}}\n\n',
+            "told 200 worker_failed None",
+        ),
+        (
+            503,
+            json.dumps({"error": {"message": "m", "code": "worker_failed"}}),
+            "told 503 worker_failed None",
+        ),
+        (500, "Internal Server Error", "cut"),
+    ],
+)
+def test_answers_are_judged(status: int, body: str, judged: str) -> None:
+    assert judge(status, body, Question("hello", 3)) == judged
+
+
+def test_a_refusal_brings_its_time_and_a_client_that_leaves_has_left() -> None:
+    refused = json.dumps({"error": {"message": "m", "code": "overloaded"}})
+    assert judge(429, refused, Question("hello", 3), **{"retry-after": "2"}) == "told 429 overloaded 2"
+    assert judge(200, STREAM * 5, Question("hello", 9, leave_after=2)) == "left"
+
+
+def test_a_fault_explains_what_it_may_mar_and_for_a_while_only() -> None:
+    spans = [
+        (10.0, 12.0, "router_killed"),
+        (30.0, 31.0, "worker_killed_in_mid_stream"),
+        (50.0, 51.0, "queue_full"),
+    ]
+    marred = [
+        (11.0, "cut", "a"),
+        (11.0, "told", "b"),
+        (25.0, "cut", "c"),
+        (31.0, "told", "d"),
+        (50.5, "told", "e"),
+    ]
+    found = unexplained(marred, spans, 0.0)
+    assert [line[-1] for line in found] == ["b", "c", "e"]
+
+
+def test_what_is_lost_or_left_is_a_problem() -> None:
+    memory = [{"Router": 100.0, "Worker": 200.0, "proxy": 50.0} for _ in range(9)]
+    sound = Outcome(memory_mb=memory)
+    assert sound.problems() == []
+    grown = [{**parts, "proxy": 50.0 + 10 * number} for number, parts in enumerate(memory)]
+    assert Outcome(memory_mb=grown).problems() == ["memory grew by 60 MB"]
+    bad = Outcome(
+        lost=["x"], broken=["y"], leaked_bytes=1, leaked_pages=1, leaked_requests=2, open_bookings=1
+    )
+    assert len(bad.problems()) == 5
+    figures = figures_of({"default": bad, "haproxy": sound})
+    assert (figures["lost"], figures["broken_promises"], figures["leaked_pages"]) == (1, 1, 1)

@@ -163,7 +163,7 @@ def _thresholds(
         weight = tl.where(keys >= floor, tl.exp((value - most) * warmth), 0.0)
         held = tl.sum(weight, 0)
         whole = held
-        if (COUNT < vocabulary) & (lowest >= floor):  # more than the best may be left
+        if (vocabulary > COUNT) & (lowest >= floor):  # more than the best may be left
             whole = _sum_from(base, vocabulary, floor, floor, most, warmth, True, BLOCK)
         if held >= p * whole:
             before = tl.cumsum(weight, 0) - weight
@@ -207,6 +207,26 @@ def _best_of_pieces(values, tokens, out, vocabulary, pieces, PAD: tl.constexpr):
     tl.store(out + row, tl.where(found >= vocabulary, 0, found).to(tl.int64))
 
 
+def least_keys(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+) -> torch.Tensor:
+    """[rows] int64: the key of the least logit that each row's filters leave. Keys order as the floats do: their bits
+    plus 2^31, or for negative ones -1 less their bits."""
+    rows, vocabulary = logits.shape
+    least = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    count = min(_BEST, vocabulary)
+    best = torch.topk(logits, count, dim=-1).values
+    _thresholds[(rows,)](
+        logits, best, temperature, top_k, top_p, min_p, least, vocabulary, logits.stride(0),
+        COUNT=count, PAD=triton.next_power_of_2(count), BLOCK=_BLOCK, num_warps=16,
+    )  # fmt: skip
+    return least
+
+
 def draw(
     logits: torch.Tensor,
     temperature: torch.Tensor,
@@ -223,13 +243,7 @@ def draw(
         return out
     if logits.stride(1) != 1 or logits.dtype is not torch.float32:
         raise ValueError("logits must be float32 and contiguous in the vocabulary")
-    least = torch.empty(rows, dtype=torch.int64, device=device)
-    count = min(_BEST, vocabulary)
-    best = torch.topk(logits, count, dim=-1).values
-    _thresholds[(rows,)](
-        logits, best, temperature, top_k, top_p, min_p, least, vocabulary, logits.stride(0),
-        COUNT=count, PAD=triton.next_power_of_2(count), BLOCK=_BLOCK, num_warps=16,
-    )  # fmt: skip
+    least = least_keys(logits, temperature, top_k, top_p, min_p)
     pieces = triton.cdiv(vocabulary, _PIECE)
     values = torch.empty(rows, pieces, dtype=torch.float32, device=device)
     tokens = torch.empty(rows, pieces, dtype=torch.int32, device=device)

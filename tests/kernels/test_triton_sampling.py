@@ -48,32 +48,38 @@ def test_tokens_are_the_twins(rows: int, vocabulary: int, case: str) -> None:
     assert (found != wanted).sum() <= (1 if rows > 6 else 0)
 
 
-def test_filters_keep_what_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    n = 20 if DEVICE == "cpu" else 4000
-    keys = plain.noise_keys(torch.full((n,), 7, device=DEVICE), torch.arange(n, device=DEVICE))
-    ones, none = torch.ones(n, device=DEVICE), torch.zeros(n, dtype=torch.int64, device=DEVICE)
+SHARES = [0.1, 0.5, 0.25, 0.15]
+# Shares of tokens, top_k, top_p, min_p, and which tokens stay.
+FILTERS = [
+    (SHARES, 0, 1.0, 0.0, {0, 1, 2, 3}),
+    (SHARES, 0, 0.5, 0.0, {1}),
+    (SHARES, 0, 0.51, 0.0, {1, 2}),
+    (SHARES, 0, 0.76, 0.0, {1, 2, 3}),
+    (SHARES, 0, 1e-9, 0.0, {1}),
+    (SHARES, 0, 1.0, 0.45, {1, 2}),
+    (SHARES, 0, 1.0, 1.0, {1}),
+    (SHARES, 3, 0.6, 0.1, {1, 2}),
+    (SHARES, 3, 1.0, 0.0, {1, 2, 3}),
+    ([0.4, 0.3, 0.2, 0.1], 2, 0.55, 0.0, {0}),
+    ([0.2, 0.4, 0.2, 0.2], 2, 1.0, 0.0, {0, 1, 2, 3}),  # equals stay together
+    ([0.1, 0.6, 0.2, 0.1], 3, 1.0, 0.0, {0, 1, 2, 3}),
+    ([0.0, 1.0, 0.0, 0.0], 2, 0.9, 0.0, {1}),
+]
 
-    def kept(values: list[float], k: int = 0, p: float = 1.0, low: float = 0.0, few: int = n) -> set[int]:
-        rows = torch.tensor(values, device=DEVICE).expand(few, -1).contiguous()
-        filters = (ones[:few], none[:few] + k, ones[:few] * p, ones[:few] * low)
-        return set(sampling.draw(rows, *filters, keys[:few]).tolist())
 
-    assert kept([0.0, 3.0, 1.0, 1.0, 2.0, -1.0], k=3) == {1, 2, 3, 4}
-    shares = torch.tensor([0.1, 0.5, 0.25, 0.15]).log().tolist()
-    assert kept(shares, p=0.5) == {1}
-    assert kept(shares, p=0.51) == {1, 2}
-    assert kept(shares, p=0.76) == {1, 2, 3}
-    assert kept(shares, p=1e-9) == {1}
-    assert kept(shares, low=0.45) == {1, 2}
-    assert kept(shares, low=1.0) == {1}
-    assert kept(torch.tensor([0.4, 0.3, 0.2, 0.1]).log().tolist(), k=2, p=0.55) == {0}
-    # More than the best few: their order does not settle what is kept.
-    monkeypatch.setattr(sampling, "_BEST", 2)
-    assert kept(shares, k=3, p=0.6, low=0.1, few=6) == {1, 2}
-    if DEVICE == "cuda":
-        assert kept(shares, p=0.76) == {1, 2, 3}
-        assert kept(shares, k=3) == {1, 2, 3}
-    assert kept([-torch.inf, 1.0, -torch.inf], k=2, p=0.9) == {1}
+@pytest.mark.parametrize("best", [512, 2])
+def test_filters_keep_what_they_name(monkeypatch: pytest.MonkeyPatch, best: int) -> None:
+    # With the best two alone their order does not settle what is kept: the row is searched.
+    monkeypatch.setattr(sampling, "_BEST", best)
+    cases = FILTERS if best > 2 or DEVICE == "cuda" else FILTERS[3:4] + FILTERS[7:9] + FILTERS[12:]
+    logits = torch.tensor([shares for shares, *_ in cases], device=DEVICE).log()
+    k, p, low = (torch.tensor([case[i] for case in cases], device=DEVICE) for i in (1, 2, 3))
+    least = sampling.least_keys(logits, torch.ones(len(cases), device=DEVICE), k, p, low)
+    bits = logits.view(torch.int32).long()
+    keys = torch.where(bits < 0, -1 - bits, bits + (1 << 31))
+    for row, case in enumerate(cases):
+        kept = set((keys[row] >= least[row]).nonzero().flatten().tolist())
+        assert kept == case[4], case
 
 
 def test_the_likeliest_token_is_the_lowest_of_equals() -> None:

@@ -122,6 +122,13 @@ FAULTS = [
         ("tests/memory/device/test_host_bytes.py",),
     ),
     Fault(
+        "a launch takes blocks for pages",
+        "kernels._triton.pages",
+        "_move_pages[(triton.cdiv(size, block), count)](",
+        "_move_pages[(count, triton.cdiv(size, block))](",
+        ("tests/kernels/test_triton_pages.py::test_pages_move_in_one_launch",),
+    ),
+    Fault(
         "bytes in use are poisoned",
         "memory.device.watch",
         "lines = np.flatnonzero(~owned[low // 128 : high // 128]) + low // 128",

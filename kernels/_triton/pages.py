@@ -69,7 +69,7 @@ def move_pages(grid: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor)
         return
     words = grid.view(torch.int64)
     size, block = words.shape[1], COPY_BLOCK_BYTES // 8
-    _move_pages[(count, triton.cdiv(size, block))](
+    _move_pages[(triton.cdiv(size, block), count)](
         words, words, sources, targets, size, words.stride(0), words.stride(0),
         HAS_SOURCES=True, HAS_TARGETS=True, BLOCK=block, num_warps=8,
     )  # fmt: skip

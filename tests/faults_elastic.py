@@ -160,8 +160,8 @@ FAULTS = [
     Fault(
         "market: prompts cost what somebody once assumed",
         "worker.scheduling.trading",
-        old="(now.saved_ms - old.saved_ms) * prompt_scale",
-        new="(now.saved_ms - old.saved_ms)",
+        old="self._prefixes(prompt_scale)",
+        new="self._prefixes(1.0)",
         tests=(
             "tests/worker/scheduling/test_scheduler_trading.py"
             "::test_the_market_runs_both_ways_and_prices_prompts_at_what_they_cost_here",

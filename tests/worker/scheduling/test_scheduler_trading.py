@@ -65,9 +65,9 @@ def test_prefixes_stay_where_no_expert_misses() -> None:
 def test_the_market_runs_both_ways_and_prices_prompts_at_what_they_cost_here() -> None:
     """Prefixes are hit and experts are missed at a steady rate: who gives way is a matter of what a token costs."""
     ends = {}
-    for scale in (0.01, 1.0, 1000.0):
+    for scale in (0.01, 1000.0):
         desk, trader, _ = after_a_burst()
-        for tenth in range(60):
+        for tenth in range(40):
             desk.ask(f"again{tenth}", [tenth % 30, *range(PROMPT_TOKENS)], max_tokens=1, ignore_eos=True)
             desk.step(6)
             decision = trader.trade(tenth / 10, ExpertTotals(60 * tenth, 0), 1, scale)

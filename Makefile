@@ -43,7 +43,8 @@ test-faults: $(READY)  ## plant known faults one at a time; the suite must fail 
 	$(TEST_ENV) $(RUN)/python -m tests.faults
 
 test-gpu:  ## what needs a CUDA device, with the machine's own torch; says how closely families and backends agree
-	HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(PYTHON) -m pytest -q -n 8 --durations 15 -m "gpu and not soak"
+	HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(PYTHON) -m pytest -q -n 8 --durations 15 -m "gpu and not soak" \
+		tests/kernels tests/memory tests/worker
 
 soak: $(READY)  ## long property runs and fault drills
 	$(PYTEST) -m "soak and not gpu" --timeout 3600 -s

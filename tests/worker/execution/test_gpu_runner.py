@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from collections.abc import Callable
@@ -172,6 +173,8 @@ def measured(**settings: object) -> tuple[int, int]:
     """Free bytes of the device behind a model, and those that an arena would get."""
     config = WorkerConfig(model=str(tiny_folder("qwen3_5_moe")), device="cuda", **settings)  # type: ignore[arg-type]
     runner = ModelRunner(config)
+    gc.collect()
+    torch.cuda.empty_cache()  # what earlier tests left
     free, _ = torch.cuda.mem_get_info()
     found = runner.measure_arena_bytes()
     runner.attach_memory(runner.page_specs, 1 << 24)

@@ -256,8 +256,9 @@ def test_a_graph_reads_its_tables_anew(name: str, shape: AttentionShape) -> None
         assert error(out[: len(DECODE)], step.exact()) < 4e-3
 
 
-def test_a_querys_bits_depend_on_nothing_beside_it() -> None:
-    shape = SHAPES["qwen3"]
+@pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "gpt_oss_window"])
+def test_a_querys_bits_depend_on_nothing_beside_it(name: str) -> None:
+    shape = SHAPES[name]
     step = make_step(shape, [(300, 700)], 16)
     expected = attend("triton", step)
     backend = backend_for("triton", shape)
@@ -277,7 +278,7 @@ def test_a_querys_bits_depend_on_nothing_beside_it() -> None:
             num_decode_rows=len(rows) if cut == 1 else 0,
         )
         out = torch.full_like(step.query, math.nan)
-        backend.run(backend.plan(geometry, shape), step.query, step.pages, None, out)
+        backend.run(backend.plan(geometry, shape), step.query, step.pages, step.sinks, out)
         assert torch.equal(out, expected), cut
 
 

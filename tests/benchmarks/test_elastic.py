@@ -45,6 +45,7 @@ def test_a_stall_is_what_neither_rows_nor_misses_explain() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_whole_of_it(tmp_path: Path) -> None:
     path = tmp_path / "elastic.json"
     main([*BRIEF, "--fixed", "4,16", "--prefill", "200", "--json", str(path)])

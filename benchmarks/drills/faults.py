@@ -87,8 +87,8 @@ async def worker_killed_before_first_tokens(drill: Drill) -> None:
 
 async def worker_killed_in_mid_stream(drill: Drill) -> None:
     """Its streams end with an error event, soon, and cleanly; the others run on."""
-    asked = drill.begin(8, Question("hello", 120))
-    await asyncio.sleep(1.0)
+    asked = drill.begin(8, Question("hello", 300))
+    await asyncio.sleep(0.7)
     killed_s = time.monotonic()
     drill.service.kill("Worker")
     found = await asyncio.gather(*asked)
@@ -194,7 +194,7 @@ def _connection(url: str) -> socket.socket:
 
 async def queue_full(drill: Drill) -> None:
     """Past the queue's bound there is a 429 that says when to come again, and nothing else goes wrong."""
-    found = await asyncio.gather(*drill.begin(160, Question("hello", 12)))
+    found = await asyncio.gather(*drill.begin(240, Question("hello", 40)))
     _expect(found, "complete", "told 429 overloaded")
     refused = sum(outcome != "complete" for outcome, _ in found)
     if not 0 < refused < len(found):

@@ -171,14 +171,24 @@ def _gauge(page: str, name: str) -> float:
 
 
 def _titles() -> list[tuple[int, str]]:
-    found = []
+    """Processes of this process's own cluster; others may run on the machine."""
+    titles: dict[int, str] = {}
+    parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                found.append((int(entry.name), (entry / "cmdline").read_text(errors="replace")))
+                stat = (entry / "stat").read_text().rpartition(")")[2].split()
+                titles[int(entry.name)] = (entry / "cmdline").read_text(errors="replace")
             except OSError:  # it ended meanwhile
                 continue
-    return found
+            parents[int(entry.name)] = int(stat[1])
+    return [(pid, title) for pid, title in titles.items() if _descends(pid, parents)]
+
+
+def _descends(pid: int, parents: dict[int, int]) -> bool:
+    while pid in parents and pid != os.getpid():
+        pid = parents[pid]
+    return pid == os.getpid()
 
 
 def _resident(pid: int) -> int:

@@ -1,7 +1,7 @@
 """Sets expert places that follow use against a fixed number of them: chats, a burst of long prompts, chats, both.
 
-    python -m benchmarks.elastic [--model demo --format bf16 --device cpu --arena-mb 40 --fixed 8,16,24,32 --seconds 8]
-                                 [--link-mb-per-s 400] [--pass-tokens 1024] [--no-replay] [--json FILE]
+    python -m benchmarks.elastic [--model demo --format bf16 --device cpu --arena-mb 28 --fixed 8,16,24 --seconds 8]
+                                 [--link-mb-per-s 400] [--pass-tokens 512] [--no-replay] [--json FILE]
     python -m benchmarks.elastic --model qwen3-30b-a3b --format fp8 --device cuda --arena-mb 34000
                                  --fixed 24,40,64,92,128 --seconds 30 --long-tokens 65536 --prefill 8192,32768
                                  --pass-tokens 16384 --step-tokens 2048 --max-running 64 --no-replay
@@ -238,8 +238,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", default="demo", help="demo, or a shipped shape with random weights")
     parser.add_argument("--format", default="bf16", help="of a shape's experts: bf16, fp8, int4, mxfp4")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--arena-mb", type=int, default=40)
-    parser.add_argument("--fixed", default="8,16,24,32", help="numbers of experts a layer")
+    parser.add_argument("--arena-mb", type=int, default=28)
+    parser.add_argument("--fixed", default="8,16,24", help="numbers of experts a layer")
     parser.add_argument("--seconds", type=float, default=8.0, help="of a phase")
     parser.add_argument("--chats", type=int, default=4, help="clients that talk")
     parser.add_argument("--longs", type=int, default=6, help="clients of a burst")
@@ -247,7 +247,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-running", type=int, default=16)
     parser.add_argument("--step-tokens", type=int, default=256)
     parser.add_argument(
-        "--pass-tokens", type=int, default=1024, help="of a prefill pass; 0: prompts in steps"
+        "--pass-tokens", type=int, default=512, help="of a prefill pass; 0: prompts in steps"
     )
     parser.add_argument("--link-mb-per-s", type=float, default=400.0, help="simulated, on a CPU")
     parser.add_argument(

@@ -246,9 +246,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--long-tokens", type=int, default=2400, help="longest prompts")
     parser.add_argument("--max-running", type=int, default=16)
     parser.add_argument("--step-tokens", type=int, default=256)
-    parser.add_argument(
-        "--pass-tokens", type=int, default=512, help="of a prefill pass; 0: prompts in steps"
-    )
+    parser.add_argument("--pass-tokens", type=int, default=512, help="of a prefill pass; 0: prompts in steps")
     parser.add_argument("--link-mb-per-s", type=float, default=400.0, help="simulated, on a CPU")
     parser.add_argument(
         "--prefill", default="1024,4096", help="prompts whose first token is timed; empty: none"

@@ -139,7 +139,9 @@ class ReplicaView:
         places, place_bytes = extra.get("expert_places", 0.0), extra.get("expert_bytes", 0.0)
         if self.snapshot is None or not place_bytes:
             return 0
-        usable = min(places, self.snapshot.headroom.gap_bytes / place_bytes)
+        usable = self.snapshot.headroom.gap_bytes / place_bytes
+        if places:  # else it has made no step yet, and laid none out
+            usable = min(usable, places)
         return max(0, int(usable - extra.get("experts_resident", 0.0)))
 
     # -- own placements -----------------------------------------------------------------------------------------

@@ -37,7 +37,8 @@ def test_conversations_land_where_placement_says_and_return_to_their_prefixes(se
     # Not all of them in one place; where tenants gather once the caches are warm is for the benchmark to say.
     assert len([arrival for arrival in arrivals if arrival.affinity_keys]) >= 2
     assert sum(state.expert_bytes_paged for state in states) > 0
-    assert all(entry["experts"]["places"] > 0 for entry in experts)
+    assert len(experts) == REPLICAS
+    assert sum(entry["experts"]["places"] > 0 for entry in experts) >= 2
 
 
 async def _converse(url: str) -> int:

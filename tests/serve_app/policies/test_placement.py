@@ -380,7 +380,7 @@ def test_an_expert_cache_that_is_not_full_is_no_reason_to_stay_away() -> None:
                 "experts_resident": float(resident),
             }
             if name == "cold":
-                extra["expert_places"] = float(free)
+                extra |= {"expert_places": 64.0, "experts_resident": 64.0 - free}
             experts = residency(bits, 1, None, 2, 32)
             placement.report(name, snapshot(1, extra=extra, experts=experts), 0.0)
         for _ in range(3):

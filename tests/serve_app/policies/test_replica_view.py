@@ -179,3 +179,6 @@ def test_free_places_are_those_that_pages_have_not_taken() -> None:
     for sequence, gap_bytes, free in ((1, 1 << 20, 30), (2, 2_500, 15), (3, 500, 0)):
         view.accept(snapshot(sequence, gap_bytes=gap_bytes, extra=extra), float(sequence))
         assert view.num_free_places == free
+    fresh = {"expert_places": 0.0, "experts_resident": 0.0, "expert_bytes": 100.0}
+    view.accept(snapshot(4, gap_bytes=500, extra=fresh), 4.0)
+    assert view.num_free_places == 5, "it has made no step yet"

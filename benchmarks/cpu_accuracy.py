@@ -108,7 +108,7 @@ def main() -> None:
     conditions = Conditions(
         model="/".join(options.model.parts[-2:]),
         weights="as in the folder, computed in float32",
-        prompts=f"{len(prompts)} pieces of the repository's licence and manual, seed {options.seed}",
+        prompts=f"{len(prompts)} pieces of the repository's licence, seed {options.seed}",
         cache="cold",
         batch=f"1, and {AT_ONCE} at once",
         context=f"{SHORTEST}-{LONGEST} tokens + {options.new_tokens} new ones",

@@ -142,7 +142,7 @@ def main() -> None:
     conditions = Conditions(
         model="/".join(options.model.parts[-2:]),
         weights="as in the folder, computed in float32",
-        prompts=f"pieces of the repository's licence and manual, seed {options.seed}",
+        prompts=f"pieces of the repository's licence, seed {options.seed}",
         cache="cold",
         batch=f"1 and {AT_ONCE}; {options.threads} threads",
         context=f"{PROMPT_TOKENS}, and 20-1500 tokens, + {options.new_tokens} new ones",

@@ -4,7 +4,9 @@
 
 Every prompt is answered alone, then 16 at once in random order of arrival, with budgets per step that cut prompts
 into chunks of varying size. ``greedy_mismatches`` counts tokens other than the reference's where its two best lie at
-least 1e-4 apart; ``resynchronised_share`` is the share of other positions where the choice differed.
+least 1e-4 apart; ``resynchronised_share`` is the share of other positions where the choice differed. Positions behind a
+router's tie (its last chosen expert and the next one equal within float32's error) are compared apart: there two right
+computations may take different experts.
 """
 
 from __future__ import annotations
@@ -89,6 +91,8 @@ def as_row(name: str, found: Agreement) -> dict[str, Value]:
         "greedy_mismatches": found.mismatches,
         "resynchronised_share": found.resynchronised / max(found.positions, 1),
         "max_logprob_diff": found.max_logprob_diff,
+        "behind_router_tie": found.behind_router_tie,
+        "tied_logprob_diff": found.tied_logprob_diff,
     }
 
 

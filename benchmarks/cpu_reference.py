@@ -6,7 +6,8 @@ import inspect
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -24,6 +25,9 @@ ROOT = Path(__file__).resolve().parent.parent
 TIE_MARGIN = 1e-4
 """Where the reference's two best log-probabilities lie closer, either is right."""
 LOGPROB_TOLERANCE = 1e-4
+ROUTER_TIE_MARGIN = 2e-6
+"""Where the last chosen expert's router logit and the next one's lie closer, float32 cannot tell which is right, and
+whoever takes the other expert is as right from there on."""
 
 
 @cache
@@ -46,13 +50,19 @@ def use_plain_functions(modelling: ModuleType) -> None:
 @dataclass(frozen=True)
 class Agreement:
     """How generated positions compare: ``mismatches`` have another token than the reference although its margin is
-    clear, ``near_ties`` have no clear margin, ``resynchronised`` are those of them with another token."""
+    clear, ``near_ties`` have no clear margin, ``resynchronised`` are those of them with another token.
+
+    ``behind_router_tie`` positions see one where a router's choice is a tie; their log-probabilities are compared in
+    ``tied_logprob_diff``, those of all others in ``max_logprob_diff``.
+    """
 
     positions: int = 0
     mismatches: int = 0
     near_ties: int = 0
     resynchronised: int = 0
     max_logprob_diff: float = 0.0
+    behind_router_tie: int = 0
+    tied_logprob_diff: float = 0.0
 
     def joined(self, other: Agreement) -> Agreement:
         """Both together."""
@@ -62,7 +72,39 @@ class Agreement:
             self.near_ties + other.near_ties,
             self.resynchronised + other.resynchronised,
             max(self.max_logprob_diff, other.max_logprob_diff),
+            self.behind_router_tie + other.behind_router_tie,
+            max(self.tied_logprob_diff, other.tied_logprob_diff),
         )
+
+
+@contextmanager
+def watching_routers(model: Any) -> Iterator[list[torch.Tensor]]:
+    """Within it the list takes each router's logits, [tokens, experts], of one sequence's pass, layer by layer."""
+    caught: list[torch.Tensor] = []
+
+    def catch(_module: Any, _inputs: Any, output: Any) -> None:
+        logits = output[0] if isinstance(output, tuple) else output
+        caught.append(logits.reshape(-1, logits.shape[-1]).float())
+
+    hooks = [
+        module.register_forward_hook(catch)
+        for module in model.modules()
+        if type(module).__name__.endswith("Router")
+    ]
+    try:
+        yield caught
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def first_router_tie(logits: Sequence[torch.Tensor], experts_per_token: int) -> int | None:
+    """The first position at which any router's choice is a tie; None without any."""
+    ties = [
+        (best[:, -2] - best[:, -1] < ROUTER_TIE_MARGIN).nonzero()
+        for best in (layer.topk(experts_per_token + 1, -1).values for layer in logits)
+    ]
+    return min((int(found[0]) for found in ties if len(found)), default=None)
 
 
 def compare(
@@ -71,12 +113,17 @@ def compare(
     """Scores greedily generated tokens in one reference pass over prompt and output, so that every position is judged
     on its own prefix (after another choice at a near tie the reference follows the output); all reported
     log-probabilities are compared, top ones too."""
-    with torch.inference_mode():
-        logits = reference_model(folder)(torch.tensor([[*prompt, *generated]]), use_cache=False).logits[0]
+    model = reference_model(folder)
+    with torch.inference_mode(), watching_routers(model) as routers:
+        logits = model(torch.tensor([[*prompt, *generated]]), use_cache=False).logits[0]
+    per_token = getattr(model.config.get_text_config(), "num_experts_per_tok", 0)
+    tie = first_router_tie(routers, per_token) if routers else None
+    # The logits behind position p - 1 have seen all positions before p.
+    tied_from = len(generated) if tie is None else max(0, tie - len(prompt) + 1)
     scores = torch.log_softmax(logits[len(prompt) - 1 : -1], -1)
     best = scores.topk(2, -1)
     mismatches = near_ties = resynchronised = 0
-    worst = 0.0
+    worst = tied_worst = 0.0
     for i, (token, said) in enumerate(zip(generated, logprobs, strict=True)):
         assert said.token_id == token
         clear = bool(best.values[i, 0] - best.values[i, 1] >= TIE_MARGIN)
@@ -85,8 +132,13 @@ def compare(
         mismatches += clear and differs
         resynchronised += differs and not clear
         pairs = [(token, said.logprob), *said.top]
-        worst = max(worst, *(abs(scores[i, t].item() - value) for t, value in pairs))
-    return Agreement(len(generated), mismatches, near_ties, resynchronised, worst)
+        differs_by = max(abs(scores[i, t].item() - value) for t, value in pairs)
+        if i < tied_from:
+            worst = max(worst, differs_by)
+        else:
+            tied_worst = max(tied_worst, differs_by)
+    tied = len(generated) - min(tied_from, len(generated))
+    return Agreement(len(generated), mismatches, near_ties, resynchronised, worst, tied, tied_worst)
 
 
 def sample_prompts(folder: Path, lengths: Sequence[int], seed: int = 0) -> list[tuple[int, ...]]:

@@ -148,7 +148,7 @@ async def soak(
 
     outcome = Outcome()
     crowd = Crowd(service.url, CLIENTS, seed, LONGEST)
-    drill = Drill(service, new_client(service.url), CLIENTS)
+    drill = Drill(service, new_client(service.url), CLIENTS, REPLICAS, ROUTERS)
     order = random.Random(seed)
     spans: list[tuple[float, float, str]] = []
     began_s = time.monotonic()

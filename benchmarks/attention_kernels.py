@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import torch
 
-from benchmarks.expert_kernel import copy_bytes_per_s, median_s
+from benchmarks.gpu_engine import copy_bytes_per_s, median_s
 from benchmarks.report import NOT_APPLICABLE, Conditions, Report, Value, publish, report_parser
 from worker.attention import BACKENDS
 from worker.attention.base import AttentionBackend, AttentionShape, KvPages, PagedGeometry

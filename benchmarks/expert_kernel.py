@@ -10,12 +10,13 @@ cache; the copy is measured in the same run, counting bytes read and written.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from benchmarks.gpu_engine import copy_bytes_per_s, median_s
 from benchmarks.report import NOT_APPLICABLE, Conditions, Report, Value, publish, report_parser
 from kernels.experts import run_experts
 from kernels.pointwise import GatedActivation
@@ -28,8 +29,6 @@ SHAPE = ExpertShape(hidden_size=2048, intermediate_size=768)
 NUM_EXPERTS, PER_TOKEN = 128, 8
 NAMES = {"bf16": "unquantized", "fp8": "fp8_block", "int4": "int4", "mxfp4": "mxfp4"}
 ROUTINGS = 16
-REPEATS = 20
-COPY_BYTES = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,27 +60,6 @@ def random_layer(name: str) -> Layer:
     return Layer(blocks, table, block_format(layout), layout.num_bytes)
 
 
-def median_s(run: Callable[[], object], repeats: int = REPEATS) -> float:
-    """Median seconds of ``run`` between CUDA events, after three calls to warm up."""
-    times = []
-    for attempt in range(repeats + 3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        if attempt >= 3:
-            times.append(start.elapsed_time(end) / 1e3)
-    return statistics.median(times)
-
-
-def copy_bytes_per_s() -> float:
-    """Device-to-device copy, bytes read plus bytes written."""
-    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda").random_(0, 256)
-    target = torch.empty_like(source)
-    return 2 * COPY_BYTES / median_s(lambda: target.copy_(source))
-
-
 def measure(layer: Layer, batch: int) -> tuple[float, float]:
     """(seconds, bytes of distinct experts) of one layer's expert products, means over the routings."""
     generator = torch.Generator(device="cuda").manual_seed(batch)
@@ -103,7 +81,7 @@ def measure(layer: Layer, batch: int) -> tuple[float, float]:
     with torch.cuda.graph(graph):
         all_routings()
     distinct = statistics.fmean(len(experts.unique()) for experts in routings)
-    return median_s(graph.replay) / ROUTINGS, distinct * layer.block_bytes
+    return median_s(graph.replay, 20) / ROUTINGS, distinct * layer.block_bytes
 
 
 def main() -> None:

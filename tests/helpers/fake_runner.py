@@ -160,7 +160,7 @@ class FakeRunner:
         return None
 
     def measure_arena_bytes(self) -> int:
-        raise NotImplementedError("a fake device has no memory of its own")
+        raise AssertionError("a fake device has no memory to measure: give the engine its arena_bytes")
 
     def capture_graphs(self) -> None:
         """There is no device to capture on."""

@@ -127,7 +127,7 @@ def replay_poisoned(
         counts.append(int((pager.residency.owner != BANNED).sum()))
         problems = pager.residency.audit()
         assert problems == [], problems
-        check.check(torch.arange(len(places)))
+        check.check(torch.arange(len(places), device=places.device))
         assert int(check.found[0]) == 0, "a place does not hold its owner's bytes"
     return results, counts
 

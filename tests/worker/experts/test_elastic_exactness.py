@@ -57,6 +57,17 @@ def test_forced_growth_and_shrinking_leave_the_bits(format: str) -> None:
     forced(config, (1, 7, 24), floor=2, most=24, seeds=range(2))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", FORMATS)
+def test_forced_growth_and_shrinking_leave_the_bits_on_a_gpu(format: str) -> None:
+    """Recorded with a step in flight and graphs, replayed eagerly from wherever the experts are."""
+    folder = converted_folder("qwen3_5_moe", format)
+    config = WorkerConfig(
+        model=str(folder), device="cuda", dtype="bfloat16", arena_bytes=ARENA_BYTES >> 2, max_running=24
+    )
+    forced(config, (1, 7, 24), floor=2, most=24, seeds=range(3))
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_demonstration_model_under_forced_growth_and_shrinking(format: str, tmp_path: Path) -> None:
     demo = Path(__file__).parents[3] / "demo" / "model"

@@ -113,7 +113,9 @@ def test_passes_give_the_bits_of_residency_on_a_gpu(format: str) -> None:
     config = settings(format, device="cuda", dtype="bfloat16", max_running=8)
     steps, pager = passes_have_the_bits_of_residency(config, tokens=200)
     assert max(len(beside) for beside in steps_beside_passes(steps)) > 1, "streams waited for the passes"
-    assert (pager.residency.counts[Lane.STAGED].cpu() > 0).all(), "a layer's experts did not come through the ring"
+    assert (pager.residency.counts[Lane.STAGED].cpu() > 0).all(), (
+        "a layer's experts did not come through the ring"
+    )
 
 
 def test_running_streams_go_on_while_a_pass_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:

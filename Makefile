@@ -6,6 +6,8 @@ SERVE_ARGS ?=
 VENV := .venv
 RUN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Tracked packed; restored bit for bit (demo/packing.py), here and by whatever asks for the demo model without make.
+WEIGHTS := demo/model/model.safetensors
 # One thread per test process: two processes share two cores, and tiny tensors gain nothing from more.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false RAY_USAGE_STATS_ENABLED=0 HF_HUB_OFFLINE=1
 PYTEST := $(TEST_ENV) $(RUN)/python -m pytest
@@ -20,12 +22,15 @@ help:  ## list the commands
 $(READY): pyproject.toml .ci/requirements.lock .ci/setup
 	PYTHON=$(PYTHON) .ci/setup
 
-setup: $(READY)  ## make .venv from the lock file
+$(WEIGHTS): $(WEIGHTS).planes
+	$(PYTHON) -m demo.packing
 
-serve: $(READY)  ## serve the demo model on 127.0.0.1:8000 (MODEL=folder NAME=name SERVE_ARGS="engine=... replicas=...")
+setup: $(READY) $(WEIGHTS)  ## make .venv from the lock file, restore the demo model
+
+serve: $(READY) $(WEIGHTS)  ## serve the demo model on 127.0.0.1:8000 (MODEL=folder NAME=name SERVE_ARGS="engine=... replicas=...")
 	RAY_USAGE_STATS_ENABLED=0 $(RUN)/serve run serve_app:app model=$(MODEL) served_name=$(NAME) $(SERVE_ARGS)
 
-test: $(READY) lint test-unit test-ray test-faults  ## everything that needs no GPU
+test: $(READY) $(WEIGHTS) lint test-unit test-ray test-faults  ## everything that needs no GPU
 
 lint: $(READY)  ## ruff, mypy, import contracts
 	$(RUN)/ruff check .
@@ -33,21 +38,21 @@ lint: $(READY)  ## ruff, mypy, import contracts
 	$(RUN)/mypy
 	$(RUN)/lint-imports
 
-test-unit: $(READY)  ## tests without Ray and GPU, two at a time
+test-unit: $(READY) $(WEIGHTS)  ## tests without Ray and GPU, two at a time
 	$(PYTEST) -n 2 --dist loadfile --durations 15 -m "not ray and not gpu and not soak"
 
-test-ray: $(READY)  ## tests against real Ray Serve, one shared cluster
+test-ray: $(READY) $(WEIGHTS)  ## tests against real Ray Serve, one shared cluster
 	$(PYTEST) --durations 15 -m "ray and not gpu and not soak"
 
-test-faults: $(READY)  ## plant known faults one at a time; the suite must fail under each
+test-faults: $(READY) $(WEIGHTS)  ## plant known faults one at a time; the suite must fail under each
 	$(TEST_ENV) $(RUN)/python -m tests.faults
 
-test-gpu:  ## what needs a CUDA device, with the machine's own torch; says how closely families and backends agree
+test-gpu: $(WEIGHTS)  ## what needs a CUDA device, with the machine's own torch; says how closely families and backends agree
 	HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(PYTHON) -m pytest -q -n 8 --durations 15 -m "gpu and not soak" \
 		tests/kernels tests/memory tests/worker
 
-soak: $(READY)  ## long property runs and fault drills
+soak: $(READY) $(WEIGHTS)  ## long property runs and fault drills
 	$(PYTEST) -m "soak and not gpu" --timeout 3600 -s
 
-bench: $(READY)  ## the benchmarks that need no GPU, into benchmarks/results
+bench: $(READY) $(WEIGHTS)  ## the benchmarks that need no GPU, into benchmarks/results
 	@for name in $(BENCHMARKS); do $(RUN)/python -m benchmarks.$$name --json benchmarks/results/$$name.json || exit 1; done

@@ -28,6 +28,7 @@ from pathlib import Path
 
 from benchmarks.arena.chats import LONGEST_CHARS, SHORTEST_CHARS, computed_share, draw_turns, run_chats
 from benchmarks.report import Conditions, Report, Value, publish, report_parser
+from demo.packing import restore
 from worker.config import WorkerConfig
 from worker.engines.native import NativeEngine
 
@@ -40,7 +41,7 @@ ARENA_BYTES = 36 << 30
 
 def measure_chats(count: int) -> tuple[dict[str, Value], Conditions]:
     """Chats on the CPU, one at a time."""
-    engine = NativeEngine(WorkerConfig(str(DEMO), device="cpu", arena_bytes=1 << 29, num_threads=1))
+    engine = NativeEngine(WorkerConfig(str(restore(DEMO)), device="cpu", arena_bytes=1 << 29, num_threads=1))
     try:
         chats = run_chats(DEMO, engine, draw_turns(count, 0), MAX_ANSWER_TOKENS)
     finally:

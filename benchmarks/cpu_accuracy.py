@@ -18,6 +18,7 @@ from pathlib import Path
 from benchmarks.cpu_engine import Answer, run_prompts
 from benchmarks.cpu_reference import ROOT, Agreement, compare, sample_prompts
 from benchmarks.report import Conditions, Report, Value, publish, report_parser
+from demo.packing import restore
 from worker.config import WorkerConfig
 from worker.engines.native import NativeEngine
 
@@ -104,6 +105,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    restore(options.model)
     rng = random.Random(options.seed)
     prompts = sample_prompts(options.model, draw_lengths(options.prompts, rng), options.seed)
     alone = judge(options.model, prompts, answer_alone(options.model, prompts, options.new_tokens))

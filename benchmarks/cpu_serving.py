@@ -23,6 +23,7 @@ from benchmarks.cpu_engine import StepClock
 from benchmarks.cpu_profile import profile_decode
 from benchmarks.cpu_reference import ROOT, Timing, sample_prompts, time_reference
 from benchmarks.report import Conditions, Report, Value, publish, report_parser
+from demo.packing import restore
 from worker.config import WorkerConfig
 from worker.engines.native import NativeEngine
 
@@ -131,6 +132,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    restore(options.model)
     torch.set_num_threads(options.threads)
     clock = StepClock()
     engine = open_engine(options.model, options.threads, clock)

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.report import Conditions, Report, publish, report_parser
+from demo.packing import restore
 from worker.api import GenerateRequest, SamplingParams
 from worker.config import WorkerConfig
 from worker.engines.native import NativeEngine
@@ -87,7 +88,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
     config = WorkerConfig(
-        model=MODEL,
+        model=str(restore(MODEL)),
         device=options.device,
         dtype="bfloat16",
         max_running=options.concurrency,

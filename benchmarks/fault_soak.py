@@ -29,6 +29,7 @@ from typing import Any
 
 from benchmarks.drills.cluster import TRANSPORTS, running_cluster
 from benchmarks.report import hardware
+from demo.packing import restore
 
 REPLICAS = 2
 ROUTERS = 2
@@ -111,7 +112,13 @@ def options_of(engine: str, scratch: Path) -> dict[str, Any]:
         "log_level": "warning",
     }
     if engine == "native":
-        return {**common, "model": str(DEMO), "device": "cpu", "num_threads": 1, "arena_bytes": ARENA_BYTES}
+        return {
+            **common,
+            "model": str(restore(DEMO)),
+            "device": "cpu",
+            "num_threads": 1,
+            "arena_bytes": ARENA_BYTES,
+        }
     # A page of one token and a prompt that takes its time; the pace lets a stream live long enough to be hit.
     script = {
         "output": "script",

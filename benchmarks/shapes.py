@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from demo.packing import restore
 from worker.advise.geometry import ModelGeometry
 from worker.advise.named import find_geometry
 
@@ -63,7 +64,7 @@ def shape_config(model: str, format: str) -> Mapping[str, Any]:
 def shape_folder(model: str, format: str) -> Path:
     """A fresh folder with such a config.json; the demo model's own folder for ``demo``."""
     if model == DEMO:
-        return Path("demo/model")
+        return restore("demo/model")
     folder = Path(tempfile.mkdtemp(prefix=f"{model}-{format}-")) / f"{model}.{format}"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(shape_config(model, format)))

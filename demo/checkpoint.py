@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
@@ -10,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from demo.architecture import Leaf, Shape, leaves
+from demo.packing import WEIGHTS
 
 
 def named_tensors(params: dict[str, Tensor], shape: Shape) -> dict[str, Tensor]:
@@ -32,32 +32,14 @@ def _joined(leaf: Leaf, tensors: dict[str, Tensor], shape: Shape) -> Tensor:
     return torch.stack(parts) if leaf.layers else parts[0]
 
 
-def save(params: dict[str, Tensor], shape: Shape, folder: Path, num_shards: int = 1) -> None:
-    """Writes bf16 safetensors into ``folder``: one file, or shards of nearly equal size with an index."""
+def save(params: dict[str, Tensor], shape: Shape, folder: Path) -> None:
+    """Writes ``folder``'s model.safetensors in bf16."""
     tensors = {
         n: t.detach().to("cpu", torch.bfloat16).contiguous() for n, t in named_tensors(params, shape).items()
     }
-    total = sum(t.numel() * 2 for t in tensors.values())
-    if num_shards == 1:
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        return
-    groups: list[dict[str, Tensor]] = [{} for _ in range(num_shards)]
-    done = 0
-    for name, tensor in tensors.items():
-        groups[min(done * num_shards // total, num_shards - 1)][name] = tensor
-        done += tensor.numel() * 2
-    places: dict[str, str] = {}
-    for n, group in enumerate(groups, start=1):
-        file = f"model-{n:05d}-of-{num_shards:05d}.safetensors"
-        save_file(group, folder / file, metadata={"format": "pt"})
-        places.update(dict.fromkeys(group, file))
-    index = {"metadata": {"total_size": total}, "weight_map": places}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
 
 
 def load(folder: Path, shape: Shape) -> dict[str, Tensor]:
-    """Leaf tensors from the safetensors files in ``folder``."""
-    tensors: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        tensors.update(load_file(file))
-    return leaf_tensors(tensors, shape)
+    """Leaf tensors from what ``save`` wrote."""
+    return leaf_tensors(load_file(folder / WEIGHTS), shape)

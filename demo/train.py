@@ -4,7 +4,8 @@
     python -m demo.train --work WORK --out OUT --stop-after 560 --resume
 
 The first command measures its own speed and fixes the number of steps that fill --seconds (or takes --steps); later
-ones go on from WORK/state.pt. OUT receives the checkpoint's shards and log.jsonl, which the model card's curves show.
+ones go on from WORK/state.pt. OUT receives the checkpoint, at the end packed as well (as the repository
+keeps it), and log.jsonl, which the model card's curves show.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from demo import checkpoint, optimizer
+from demo import checkpoint, optimizer, packing
 from demo.architecture import Shape, num_parameters
 from demo.network import Function, Losses, Network
 
@@ -207,10 +208,10 @@ class Run:
         return time.monotonic() - self.start
 
     def save(self) -> None:
-        """State for the next command beside the data; shards for good in OUT."""
+        """State for the next command beside the data; the checkpoint in OUT."""
         state = {"optimizer": self.optimizer.state(), "total": self.total, "spent": self.spent + self.clock()}
         torch.save(state, self.args.work / "state.pt")
-        checkpoint.save(self.optimizer.masters, self.shape, self.args.out, num_shards=2)
+        checkpoint.save(self.optimizer.masters, self.shape, self.args.out)
 
     def check(self, batches: int) -> None:
         scores = self.checks.run(self.network, self.optimizer.params, batches)
@@ -268,6 +269,7 @@ class Run:
                 last_save = self.clock()
         self.say("stopped", of=self.total, steps=self.optimizer.steps - kept)
         self.save()
+        packing.pack_folder(args.out)
         self.check(8)
 
 

@@ -8,6 +8,7 @@ _NETWORK = "tests/demo/test_network.py"
 _TASKS = "tests/demo/test_tasks.py"
 _VOCABULARY = "tests/demo/test_vocabulary.py"
 _ROUTING = "tests/demo/test_expert_routing.py"
+_PACKING = "tests/demo/test_packing.py"
 
 FAULTS = [
     Fault(
@@ -72,5 +73,19 @@ FAULTS = [
         "kept.move_to_end(expert)",
         "pass",
         (f"{_ROUTING}::test_reuse_loads_and_hits_of_a_record_counted_by_hand",),
+    ),
+    Fault(
+        "damaged weights restored",
+        "demo.packing",
+        "hashlib.sha256(out).hexdigest() != header.sha256",
+        "False",
+        (_PACKING,),
+    ),
+    Fault(
+        "weights restored in place",
+        "demo.packing",
+        "    draft.write_bytes(data)\n        draft.replace(path)",
+        "    path.write_bytes(data)",
+        (_PACKING,),
     ),
 ]

@@ -97,6 +97,10 @@ def _checkpoint_paths(folder: Path) -> list[Path]:
             raise ModelLoadError(f"{folder}: the index names files that are not there: {', '.join(absent)}")
         return [folder / name for name in names]
     found = sorted(folder.glob("*.safetensors"))
+    if not found and any(folder.glob("*.safetensors.planes")):
+        raise ModelLoadError(
+            f"{folder}: weights are packed; `python -m demo.packing restore {folder}` unpacks them"
+        )
     if not found:
         raise ModelLoadError(f"{folder}: holds no *.safetensors file; load=random needs only config.json")
     return found

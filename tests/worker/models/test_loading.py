@@ -200,7 +200,10 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"no config\.json"):
         answer(tmp_path)
     (tmp_path / "config.json").write_text((tiny_folder("qwen3_5") / "config.json").read_text())
-    with pytest.raises(ModelLoadError, match="safetensors"):
+    with pytest.raises(ModelLoadError, match=r"holds no \*\.safetensors"):
+        answer(tmp_path)
+    (tmp_path / "model.safetensors.planes").touch()
+    with pytest.raises(ModelLoadError, match=r"python -m demo\.packing restore"):
         answer(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"nonsense")
     with pytest.raises(ModelLoadError, match="not a readable safetensors file"):

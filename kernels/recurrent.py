@@ -9,11 +9,12 @@ import torch
 
 from kernels._native import ops as native
 from kernels._reference import recurrent as reference
-from kernels._reference.recurrent import CHUNK_TOKENS, ChunkLayout
+from kernels._reference.recurrent import CHUNK_TOKENS, ChunkLayout, PaddedLayout
 
 __all__ = [
     "CHUNK_TOKENS",
     "ChunkLayout",
+    "PaddedLayout",
     "causal_conv_rows",
     "causal_conv_step",
     "chunk_layout",
@@ -42,8 +43,8 @@ def chunk_layout(query_len: Sequence[int], conv_width: int, device: torch.device
         conv_slots.append(torch.arange(columns + conv_width - 1, columns + conv_width - 1 + length))
         columns += conv_width - 1 + length
     lengths = torch.tensor(list(query_len))
-    host_start = torch.zeros(len(query_len) + 1, dtype=torch.int64)
-    torch.cumsum(lengths, 0, out=host_start[1:])
+    query_start = torch.zeros(len(query_len) + 1, dtype=torch.int64)
+    torch.cumsum(lengths, 0, out=query_start[1:])
     chunk_index = torch.tensor([(row, j) for row, count in enumerate(chunks) for j in range(count)])
     return ChunkLayout(
         slot=torch.cat(slots).to(device),
@@ -53,8 +54,7 @@ def chunk_layout(query_len: Sequence[int], conv_width: int, device: torch.device
         conv_slot=torch.cat(conv_slots).to(device),
         state_slot=torch.stack(state_slots).to(device),
         token_row=torch.arange(len(query_len)).repeat_interleave(lengths).to(device),
-        query_start=host_start.to(device),
-        host_start=host_start,
+        query_start=query_start.to(device),
         chunk_index=chunk_index.to(device),
     )
 
@@ -134,7 +134,7 @@ def delta_rule_chunks(
     beta: torch.Tensor,
     state_pages: torch.Tensor,
     page: torch.Tensor,
-    layout: ChunkLayout,
+    layout: ChunkLayout | PaddedLayout,
     decay: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The same recurrence over many tokens per row, in chunks: within a chunk the corrections are one triangular
@@ -143,7 +143,7 @@ def delta_rule_chunks(
 
     Args:
         query, key: [tokens, k_heads, d_k]; value: [tokens, v_heads, d_v]; log_decay, beta: [tokens, v_heads].
-        state_pages, page: as in :func:`delta_rule_step`, without padding.
+        state_pages, page: as in :func:`delta_rule_step`; padding, on a GPU, with a padded layout only.
         decay: matters on a GPU. None: fla-core computes chunks in bfloat16 (see :func:`chunked_problem`). The exp of
             log_decay as :func:`delta_gates` answers it: tokens follow one another in float32, with the bits of
             :func:`delta_rule_step`, however a row is cut into steps.
@@ -163,13 +163,13 @@ def delta_rule_chunks(
             state_pages,
             page,
             layout.query_start,
-            layout.host_start,
             layout.chunk_index,
         )
     if query.is_cuda:
         return _on_gpu().delta_rule_rows(
             query, key, value, decay, beta, state_pages, page, layout.query_start
         )
+    assert isinstance(layout, ChunkLayout)
     if native.serves_tokens(query) and _side_by_side(query, key, value, log_decay, beta, state_pages):
         return native.delta_rule(
             query, key, value, log_decay, beta, state_pages, page, layout.query_len, logarithmic=True
@@ -195,12 +195,17 @@ def causal_conv_step(
 
 
 def causal_conv_rows(
-    x: torch.Tensor, weight: torch.Tensor, state_pages: torch.Tensor, page: torch.Tensor, layout: ChunkLayout
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    state_pages: torch.Tensor,
+    page: torch.Tensor,
+    layout: ChunkLayout | PaddedLayout,
 ) -> torch.Tensor:
     """Depthwise causal convolution and SiLU for rows of several tokens: x [tokens, channels]; each row's page of
     ``state_pages`` comes to hold its last columns."""
     if x.is_cuda:
         return _on_gpu().causal_conv_rows(x, weight, state_pages, page, layout.token_row, layout.query_start)
+    assert isinstance(layout, ChunkLayout)
     if native.serves_tokens(x) and native.serves(state_pages) and _side_by_side(x, weight, state_pages):
         return native.causal_conv(x, weight, state_pages, page, layout.query_len)
     return reference.causal_conv_rows(x, weight, state_pages, page, layout)

@@ -30,7 +30,7 @@ class ChunkLayout:
         conv_slot: [tokens] int64, place of each token when every row is preceded by the convolution's old columns.
         state_slot: [rows, width - 1] int64, places of the old columns; the new ones lie ``query_len`` further.
         token_row: [tokens] int64, the row of each token.
-        query_start: [rows + 1] int64, the first token of each row; host_start: the same on the host.
+        query_start: [rows + 1] int64, the first token of each row.
         chunk_index: [chunks, 2] int64, row and number inside the row of each chunk, row by row.
     """
 
@@ -42,7 +42,21 @@ class ChunkLayout:
     state_slot: torch.Tensor
     token_row: torch.Tensor
     query_start: torch.Tensor
-    host_start: torch.Tensor
+    chunk_index: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedLayout:
+    """What a GPU's kernels read of a :class:`ChunkLayout`, padded to sizes that captured graphs were made for.
+
+    Attributes:
+        token_row: [padded tokens] int64, -1 for padding.
+        query_start: [padded rows + 1] int64; rows behind the real ones are empty.
+        chunk_index: [padded chunks, 2] int64; those behind the real ones lie past the end of row 0.
+    """
+
+    token_row: torch.Tensor
+    query_start: torch.Tensor
     chunk_index: torch.Tensor
 
 

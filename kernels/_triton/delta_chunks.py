@@ -7,6 +7,8 @@ from functools import cache
 
 import torch
 
+from kernels._triton.recurrent import gather_states, scatter_states
+
 
 @cache
 def problem() -> str | None:
@@ -31,20 +33,20 @@ def delta_rule_chunks(
     state_pages: torch.Tensor,
     page: torch.Tensor,
     query_start: torch.Tensor,
-    host_start: torch.Tensor,
     chunk_index: torch.Tensor,
 ) -> torch.Tensor:
     """See :func:`kernels.recurrent.delta_rule_chunks`; products in bfloat16, states and sums in float32, the answer in
     bfloat16.
 
     Args:
-        query_start, host_start: [rows + 1] int64, on the device and on the host.
+        query_start: [rows + 1] int64. The library keeps what it makes of the last few such tensors, by identity: a new
+            one for every pass.
         chunk_index: [chunks, 2] int64, row and number of each chunk of 64 tokens. Given, so that the library does not
-            make it, which waits for the device.
+            make it, which waits for the device. Padding names chunks past a row's end.
     """
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    state = state_pages.index_select(0, page)
+    state = gather_states(state_pages, page)
     out, last = chunk_gated_delta_rule(
         query.unsqueeze(0).to(torch.bfloat16),
         key.unsqueeze(0).to(torch.bfloat16),
@@ -55,8 +57,7 @@ def delta_rule_chunks(
         initial_state=state,
         output_final_state=True,
         cu_seqlens=query_start,
-        cu_seqlens_cpu=host_start,
         chunk_indices=chunk_index,
     )
-    state_pages.index_copy_(0, page, last.to(state_pages.dtype))
+    scatter_states(state_pages, page, last.to(state_pages.dtype))
     return out.squeeze(0)

@@ -1,8 +1,8 @@
-"""Paged attention by FlashAttention 2 or 3, in one call for rows of one token and longer ones."""
+"""Paged attention by FlashAttention 2 or 3: one call for rows of one token, whose keys it shares out, one for others."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,15 +15,24 @@ _PAGE_TOKENS_2 = 16
 
 
 @dataclass(frozen=True, slots=True)
-class FlashPlan:
-    """A step's rows as the library wants them: pages counted from each row's first one, int32, and how its work is
-    shared out (None: found anew in each layer)."""
+class FlashCall:
+    """Rows as the library wants them: the tokens they begin at and end before (None: with the step's), their geometry,
+    pages counted from each row's first one, int32, and how the work is shared out (None: found anew in each layer)."""
 
-    shape: AttentionShape
+    first_token: int
+    last_token: int | None
     geometry: PagedGeometry
     tables: torch.Tensor
     kv_len: torch.Tensor
     schedule: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class FlashPlan:
+    """A step's calls: rows of one token beside longer ones have their own."""
+
+    shape: AttentionShape
+    calls: tuple[FlashCall, ...]
 
 
 class FlashAttention:
@@ -58,22 +67,28 @@ class FlashAttention:
             raise ValueError(
                 f"FlashAttention 2 reads {_PAGE_TOKENS_2} entries at once: {geometry.page_tokens=}"
             )
-        # -1 lies behind a row's end, but nothing says that the library does not look.
-        tables = geometry.tables.clamp(min=0).to(torch.int32)
-        kv_len = (geometry.kv_len - geometry.first_page * geometry.page_tokens).clamp_(min=0)
-        schedule = library.schedule(
-            {
-                **_common(shape, geometry, kv_len),
-                "batch_size": kv_len.shape[0],
-                "num_heads": shape.num_heads,
-                "num_heads_k": shape.num_kv_heads,
-                "headdim": shape.head_dim,
-                "headdim_v": shape.head_dim,
-                "qkv_dtype": getattr(torch, shape.kv_dtype),
-                "page_size": geometry.page_tokens,
-            }
+        decode = geometry.num_decode_rows
+        if not 0 < decode < geometry.kv_len.shape[0]:
+            return FlashPlan(shape, (_call(library, shape, geometry, 0, None),))
+        ones = replace(
+            geometry,
+            query_start=geometry.query_start[: decode + 1],
+            kv_len=geometry.kv_len[:decode],
+            tables=geometry.tables[:decode],
+            first_page=geometry.first_page[:decode],
+            max_query_len=1,
         )
-        return FlashPlan(shape, geometry, tables, kv_len, schedule)
+        others = replace(
+            geometry,
+            query_start=geometry.query_start[decode:] - decode,
+            kv_len=geometry.kv_len[decode:],
+            tables=geometry.tables[decode:],
+            first_page=geometry.first_page[decode:],
+            num_decode_rows=0,
+        )
+        return FlashPlan(
+            shape, (_call(library, shape, ones, 0, decode), _call(library, shape, others, decode, None))
+        )
 
     def run(
         self,
@@ -85,27 +100,29 @@ class FlashAttention:
     ) -> torch.Tensor:
         """See :class:`worker.attention.base.AttentionBackend`."""
         assert isinstance(plan, FlashPlan)
-        shape, geometry = plan.shape, plan.geometry
         dtype = pages.key.dtype
         same = query.dtype == dtype
         result = out if same else torch.empty(out.shape, dtype=dtype, device=out.device)
+        query = query if same else query.to(dtype)
         library = _library(query.device)
-        library.call(
-            {
-                **_common(shape, geometry, plan.kv_len),
-                # Version 2 wants one, and looks at seqused_k instead.
-                "cu_seqlens_k": geometry.query_start if library.version == 2 else None,
-                "q": query if same else query.to(dtype),
-                "k": pages.key,
-                "v": pages.value,
-                "out": result,
-                "page_table": plan.tables,
-                "block_table": plan.tables,
-                "softmax_scale": shape.scale,
-                "scheduler_metadata": plan.schedule,
-                "s_aux": None if sinks is None else sinks.to(torch.bfloat16),
-            }
-        )
+        for call in plan.calls:
+            span = slice(call.first_token, call.last_token)
+            library.call(
+                {
+                    **_common(plan.shape, call.geometry, call.kv_len),
+                    # Version 2 wants one, and looks at seqused_k instead.
+                    "cu_seqlens_k": call.geometry.query_start if library.version == 2 else None,
+                    "q": query[span],
+                    "k": pages.key,
+                    "v": pages.value,
+                    "out": result[span],
+                    "page_table": call.tables,
+                    "block_table": call.tables,
+                    "softmax_scale": plan.shape.scale,
+                    "scheduler_metadata": call.schedule,
+                    "s_aux": None if sinks is None else sinks.to(torch.bfloat16),
+                }
+            )
         return out if same else out.copy_(result)
 
 
@@ -114,6 +131,27 @@ def _library(device: torch.device) -> FlashLibrary:
     if isinstance(found, str):
         raise RuntimeError(f"flash was chosen though it is not usable: {found}")
     return found
+
+
+def _call(
+    library: FlashLibrary, shape: AttentionShape, geometry: PagedGeometry, first: int, last: int | None
+) -> FlashCall:
+    # -1 lies behind a row's end, but nothing says that the library does not look.
+    tables = geometry.tables.clamp(min=0).to(torch.int32)
+    kv_len = (geometry.kv_len - geometry.first_page * geometry.page_tokens).clamp_(min=0)
+    schedule = library.schedule(
+        {
+            **_common(shape, geometry, kv_len),
+            "batch_size": kv_len.shape[0],
+            "num_heads": shape.num_heads,
+            "num_heads_k": shape.num_kv_heads,
+            "headdim": shape.head_dim,
+            "headdim_v": shape.head_dim,
+            "qkv_dtype": getattr(torch, shape.kv_dtype),
+            "page_size": geometry.page_tokens,
+        }
+    )
+    return FlashCall(first, last, geometry, tables, kv_len, schedule)
 
 
 def _common(shape: AttentionShape, geometry: PagedGeometry, kv_len: torch.Tensor) -> dict[str, object]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.recurrent import ChunkLayout
+from kernels.recurrent import ChunkLayout, PaddedLayout
 from worker.attention.base import AttentionBackend, AttentionPlan, KvPages
 
 
@@ -28,7 +28,7 @@ class StateGroup:
 
     decode_page: torch.Tensor
     chunk_page: torch.Tensor
-    layout: ChunkLayout | None
+    layout: ChunkLayout | PaddedLayout | None
     longest: int = 0
 
 

@@ -1,21 +1,50 @@
-"""Captures decode steps as CUDA graphs, a few sizes for all steps, and replays the one that a step fits."""
+"""Captures steps as CUDA graphs, a few sizes for all steps, and replays the one that a step fits."""
 
 from __future__ import annotations
 
 import logging
 import time
 from bisect import bisect_left
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from worker.execution.decode import DecodeSteps
+from worker.execution.mixed import MixedKey, MixedSteps
 from worker.execution.staging import Uploads
 from worker.scheduling.step import StepPlan
 
 log = logging.getLogger(__name__)
 
-WARM_UPS = 2
+WARM_UPS, MIXED_WARM_UPS = 2, 1
+
+
+class GraphPool:
+    """Where graphs are captured: they share one stream and one pool of memory, since only one of them runs at a time.
+    What a graph answers lies outside of the pool."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, run: Callable[[], None], warm_ups: int) -> torch.cuda.CUDAGraph:
+        """A graph of what ``run`` launches. Before, it runs ``warm_ups`` times: kernels are compiled and loaded,
+        libraries take their workspaces. Nothing may be in flight."""
+        stream = self._stream
+        stream.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            for _ in range(warm_ups):
+                run()
+            stream.synchronize()
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                run()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+        return graph
 
 
 class DecodeGraphs:
@@ -41,31 +70,14 @@ class DecodeGraphs:
         """(rows, bound) of every graph there is to be, largest first: later ones fit in the memory of the first."""
         return [(rows, bound) for rows in reversed(self._sizes) for bound in reversed(self._bounds)]
 
-    def capture(self, keys: list[tuple[int, int]] | None = None) -> None:
-        """Captures ``keys`` (None: all) into one pool of memory. Nothing may be in flight."""
+    def capture(self, pool: GraphPool, keys: list[tuple[int, int]] | None = None) -> None:
+        """Captures ``keys`` (None: all). Nothing may be in flight."""
         started_s = time.perf_counter()
-        stream = torch.cuda.Stream()
-        pool = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize()
         for key in self.keys if keys is None else keys:
-            self._graphs[key] = self._capture(key, stream, pool)
+            self._graphs[key] = pool.capture(partial(self._steps.forward, *key), WARM_UPS)
         torch.cuda.synchronize()
         log.info("captured %d decode graphs in %.1f s", len(self._graphs), time.perf_counter() - started_s)
-
-    def _capture(self, key: tuple[int, int], stream: torch.cuda.Stream, pool: Any) -> torch.cuda.CUDAGraph:
-        stream.wait_stream(torch.cuda.current_stream())
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UPS):  # kernels are compiled and loaded, libraries take their workspaces
-                self._steps.forward(*key)
-            stream.synchronize()
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                self._steps.forward(*key)
-            finally:
-                graph.capture_end()
-        torch.cuda.current_stream().wait_stream(stream)
-        return graph
 
     def _key(self, num_rows: int, longest: int) -> tuple[int, int]:
         """Padded sizes for so many rows, the longest context among them being so long."""
@@ -90,3 +102,61 @@ class DecodeGraphs:
             self.num_replays += 1
             graph.replay()
         return self._steps.logits[: plan.num_rows], slots
+
+
+class MixedGraphs:
+    """Runs steps with chunks: captured where a graph was captured, eagerly else.
+
+    Attributes:
+        replaying: whether captured graphs are used; off, every step runs eagerly over the same padded inputs.
+        num_eager_steps: steps with chunks that ran without a graph, those too large for any included.
+        num_replays: those that replayed one.
+    """
+
+    def __init__(self, steps: MixedSteps) -> None:
+        self.replaying = True
+        self.num_eager_steps = 0
+        self.num_replays = 0
+        self._steps = steps
+        self._graphs: dict[MixedKey, torch.cuda.CUDAGraph] = {}
+
+    @property
+    def keys(self) -> list[MixedKey]:
+        """The sizes of every graph there is to be, largest first."""
+        return self._steps.sizes.keys
+
+    def capture(self, pool: GraphPool, keys: list[MixedKey] | None = None) -> None:
+        """Captures ``keys`` (None: all). Nothing may be in flight."""
+        started_s = time.perf_counter()
+        warm: set[tuple[int, int]] = set()
+        torch.cuda.synchronize()
+        for key in self.keys if keys is None else keys:
+            # Kernels do not differ by the longest context.
+            self._graphs[key] = pool.capture(
+                partial(self._steps.forward, key), 0 if key[:2] in warm else MIXED_WARM_UPS
+            )
+            warm.add(key[:2])
+        torch.cuda.synchronize()
+        log.info(
+            "captured %d graphs of mixed steps in %.1f s", len(self._graphs), time.perf_counter() - started_s
+        )
+
+    def find(self, plan: StepPlan) -> MixedKey | None:
+        """The padded sizes for a plan; None where it has none, which counts as an eager step."""
+        key = self._steps.sizes.find(plan)
+        if key is None:
+            self.num_eager_steps += 1
+        return key
+
+    def run(self, plan: StepPlan, key: MixedKey, uploads: Uploads) -> tuple[torch.Tensor, torch.Tensor]:
+        """Carries out a plan that fits ``key``; of its rows that sample, answers the hidden states of their last tokens
+        [rows, H], valid until the next step, and their slots [rows]."""
+        slots = self._steps.fill(plan, key, uploads)
+        graph = self._graphs.get(key) if self.replaying else None
+        if graph is None:
+            self.num_eager_steps += 1
+            self._steps.forward(key)
+        else:
+            self.num_replays += 1
+            graph.replay()
+        return self._steps.hidden[: slots.shape[0]], slots

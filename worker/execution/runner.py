@@ -16,8 +16,9 @@ from worker.attention.choice import choose_backend
 from worker.config import WorkerConfig
 from worker.execution.batch import BatchBuilder, DeviceBatch
 from worker.execution.decode import DecodeSteps, batch_sizes, context_bounds
-from worker.execution.graphs import DecodeGraphs
+from worker.execution.graphs import DecodeGraphs, GraphPool, MixedGraphs
 from worker.execution.loading import load_model
+from worker.execution.mixed import MixedKey, MixedSizes, MixedSteps
 from worker.execution.prefill_pass import PrefillPass
 from worker.execution.sampler import SampledRows, Sampler, SamplingStep
 from worker.execution.staging import fetch, make_uploads
@@ -101,6 +102,8 @@ class ModelRunner:
         self._builder: BatchBuilder | None = None
         self._closed = False
         self.graphs: DecodeGraphs | None = None
+        self.mixed: MixedGraphs | None = None
+        self._pool: GraphPool | None = None
 
     def _plan_passes(self) -> PassSize | None:
         """How prompts are computed where experts are paged."""
@@ -133,13 +136,11 @@ class ModelRunner:
         self._builder = BatchBuilder(self._arena, self._shapes, self._backend, self._model.conv_width)
         if self.pager is not None:
             self.pager.attach(self._arena.grids[EXPERT_GROUP])
-        if self._device.type == "cuda":
-            self.graphs = self._decode_graphs()
+        if self._device.type == "cuda" and self._backend.capturable:
+            self.graphs, self.mixed = self._decode_graphs(), self._mixed_graphs()
 
-    def _decode_graphs(self) -> DecodeGraphs | None:
-        """The padded decode steps, not captured yet; None where the attention backend cannot do without the host."""
-        if not self._backend.capturable:
-            return None
+    def _decode_graphs(self) -> DecodeGraphs:
+        """The padded decode steps, not captured yet."""
         steps = DecodeSteps(
             self._model.decoder,
             self.arena,
@@ -152,11 +153,31 @@ class ModelRunner:
         sizes, bounds = batch_sizes(self.config.max_running), context_bounds(self.model_info.max_model_len)
         return DecodeGraphs(steps, sizes, bounds)
 
+    def _mixed_graphs(self) -> MixedGraphs:
+        """The padded steps with chunks, not captured yet."""
+        config, longest = self.config, self.model_info.max_model_len
+        steps = MixedSteps(
+            self._model.decoder,
+            self.arena,
+            self._shapes,
+            self._backend,
+            self._last_tokens,
+            MixedSizes.of(config.max_running, config.max_step_tokens, longest),
+        )
+        return MixedGraphs(steps)
+
     @torch.inference_mode()
-    def capture_graphs(self, keys: list[tuple[int, int]] | None = None) -> None:
-        """Captures decode steps (None: of all sizes) over the attached arena; nothing where graphs cannot be."""
-        if self.graphs is not None:
-            self.graphs.capture(keys)
+    def capture_graphs(
+        self, keys: list[tuple[int, int]] | None = None, mixed_keys: list[MixedKey] | None = None
+    ) -> None:
+        """Captures decode steps and steps with chunks (None: of all sizes) over the attached arena; nothing where
+        graphs cannot be."""
+        if self.graphs is None or self.mixed is None:
+            return
+        if self._pool is None:
+            self._pool = GraphPool()
+        self.mixed.capture(self._pool, mixed_keys)
+        self.graphs.capture(self._pool, keys)
 
     def measure_arena_bytes(self) -> int:
         """Bytes of the device that are left for an arena when the largest steps have the rest."""
@@ -174,12 +195,12 @@ class ModelRunner:
     @property
     def figures(self) -> Mapping[str, float]:
         """Counters for ``WorkerSnapshot.extra``."""
-        if self.graphs is None:
-            return {}
-        return {
-            "graph.eager_decode_steps": float(self.graphs.num_eager_steps),
-            "graph.replayed_decode_steps": float(self.graphs.num_replays),
-        }
+        figures = {}
+        for name, graphs in (("decode", self.graphs), ("mixed", self.mixed)):
+            if graphs is not None:
+                figures[f"graph.eager_{name}_steps"] = float(graphs.num_eager_steps)
+                figures[f"graph.replayed_{name}_steps"] = float(graphs.num_replays)
+        return figures
 
     def run(self, plan: StepPlan) -> StepResult:
         """Carries a step, or a whole pass, out and waits for it."""
@@ -198,16 +219,15 @@ class ModelRunner:
         if plan.num_rows == 0:
             return self._launched(plan, None, timer)
         if not plan.samples.any():
-            self._forward(plan)
+            self._last_hidden(plan)
             return self._launched(plan, None, timer)
         sampling = self._sampler.prepare(plan, self._uploads)
         if self.graphs is not None and plan.num_decode_rows == plan.num_rows:
             sampled = self._decode(plan, sampling, self.graphs)
         else:
-            batch, hidden = self._forward(plan)
-            logits = self._model.decoder.logits(hidden.final.index_select(0, batch.sample_index))
-            sampled = self._sampler.draw(sampling, logits)
-            self._last_tokens.index_copy_(0, batch.sample_slots, sampled.token_ids)
+            hidden, slots = self._last_hidden(plan)
+            sampled = self._sampler.draw(sampling, self._model.decoder.logits(hidden))
+            self._last_tokens.index_copy_(0, slots, sampled.token_ids)
         return self._launched(plan, sampled, timer)
 
     @torch.inference_mode()
@@ -267,6 +287,18 @@ class ModelRunner:
             self.pager.end_step()
         return batch, hidden
 
+    def _last_hidden(self, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor]:
+        """Carries out a step with chunks; of its rows that sample, answers their last tokens' hidden states [rows, H]
+        and their slots [rows]."""
+        key = None if self.mixed is None else self.mixed.find(plan)
+        if self.mixed is None or key is None:
+            batch, hidden = self._forward(plan)
+            return hidden.final.index_select(0, batch.sample_index), batch.sample_slots
+        found = self.mixed.run(plan, key, self._uploads)
+        if self.pager is not None:
+            self.pager.end_step()
+        return found
+
     def _decode(self, plan: StepPlan, sampling: SamplingStep, graphs: DecodeGraphs) -> SampledRows:
         """A step of single tokens, padded; some of its rows may not sample (a prompt's chunk of one token)."""
         places = None if plan.samples.all() else self._uploads.put(np.flatnonzero(plan.samples))
@@ -302,7 +334,7 @@ class ModelRunner:
         """Gives the arena back; another may be attached."""
         self._arena = None
         self._builder = None
-        self.graphs = None
+        self.graphs = self.mixed = self._pool = None
 
     def close(self) -> None:
         """Lets arena, weights and paged experts go; no step may follow. Its facts stay."""

@@ -105,14 +105,13 @@ def make_uploads(device: torch.device) -> PinnedUploads | HostUploads:
 
 
 def put_fields(value: Value, uploads: Uploads) -> Value:
-    """A dataclass of host tensors and plain values with each tensor put on the device, but for those whose names say
-    that the host keeps them (``host_...``)."""
+    """A dataclass of host tensors and plain values with each tensor put on the device."""
     if not is_dataclass(value) or isinstance(value, type):
         raise TypeError(f"{type(value).__name__} is not a dataclass value")
     tensors = {
         entry.name: uploads.put(held.numpy())
         for entry in fields(value)
-        if not entry.name.startswith("host_") and isinstance(held := getattr(value, entry.name), torch.Tensor)
+        if isinstance(held := getattr(value, entry.name), torch.Tensor)
     }
     found: Value = replace(value, **tensors)
     return found

@@ -17,6 +17,7 @@ from worker.errors import ConfigError
 from worker.scheduling.step import GroupTables, IntArray, StartedRow, StepPlan
 
 if TYPE_CHECKING:
+    from worker.execution.mixed import MixedKey
     from worker.execution.runner import ModelRunner
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,9 @@ def measure_arena_bytes(runner: ModelRunner) -> int:
     before, _ = torch.cuda.mem_get_info(device)
     pages = SmallArena(runner.page_specs, runner.largest_chunk)
     runner.attach_memory(runner.page_specs, pages.num_bytes, with_host_tier=False)
+    run_largest_steps(runner, pages)
+    torch.cuda.synchronize(device)
+    _collect_garbage()  # what compiling and tuning kernels took is not needed again
     run_largest_steps(runner, pages)
     torch.cuda.synchronize(device)
     graphs_bytes = _capture_bytes(runner, device)
@@ -71,16 +75,24 @@ def _collect_garbage() -> None:
 
 
 def _capture_bytes(runner: ModelRunner, device: torch.device) -> int:
-    """Bytes of the graphs that are still to come, when the largest and the smallest are captured: the smallest finds
-    its tensors' room taken already, so what it costs is a graph itself."""
-    if runner.graphs is None:
+    """Bytes of the graphs that are still to come, when the largest and the smallest of each kind are captured: the
+    smallest finds its tensors' room taken already, so what it costs is a graph itself."""
+    if runner.graphs is None or runner.mixed is None:
         return 0
-    keys = runner.graphs.keys
-    runner.capture_graphs(keys[:1])
+    decode, mixed = runner.graphs.keys, runner.mixed.keys
+    runner.capture_graphs(decode[:1], mixed[:1])
+    return _bytes_each(runner, device, decode[-1:], []) * max(0, len(decode) - 2) + _bytes_each(
+        runner, device, [], mixed[-1:]
+    ) * max(0, len(mixed) - 2)
+
+
+def _bytes_each(
+    runner: ModelRunner, device: torch.device, decode: list[tuple[int, int]], mixed: list[MixedKey]
+) -> int:
     before, _ = torch.cuda.mem_get_info(device)
-    runner.capture_graphs(keys[-1:])
+    runner.capture_graphs(decode, mixed)
     after, _ = torch.cuda.mem_get_info(device)
-    return max(0, len(keys) - 2) * max(0, before - after)
+    return max(0, before - after)
 
 
 class SmallArena:

@@ -80,6 +80,11 @@ class Decoder:
         """Values of the residual stream per token."""
         return self._embedding.shape[1]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations."""
+        return self._embedding.dtype
+
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[tokens] int64 to [tokens, H]."""
         return self._embedding.index_select(0, token_ids)

@@ -39,10 +39,10 @@ def open_driver(
     return driver
 
 
-def graph_steps(driver: PlanDriver) -> tuple[float, float]:
-    """(replayed, eager) decode steps so far."""
+def graph_steps(driver: PlanDriver, kind: str = "decode") -> tuple[float, float]:
+    """(replayed, eager) steps of a kind so far."""
     figures = driver._runner.figures
-    return figures["graph.replayed_decode_steps"], figures["graph.eager_decode_steps"]
+    return figures[f"graph.replayed_{kind}_steps"], figures[f"graph.eager_{kind}_steps"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -55,16 +55,40 @@ def test_a_replayed_step_gives_the_bits_of_an_eager_one(
     answers = []
     for replaying in (True, False):
         driver = open_driver(folder, captured=True, dtype=dtype)
-        graphs = driver._runner.graphs
-        assert graphs is not None
-        graphs.replaying = replaying
+        set_replaying(driver, replaying)
         answers.append(run_mixed(driver, prompts, random.Random(5)))
-        replayed, eager = graph_steps(driver)
-        assert (replayed > 5, eager > 5) == (replaying, not replaying)
+        counts = graph_steps(driver) + graph_steps(driver, "mixed")
+        assert [count > 5 for count in counts] == [replaying, not replaying] * 2
     assert answers[0] == answers[1]
     record_property(
-        "figure", f"{family}, {dtype}: {eager:.0f} decode steps, captured or eager, have the same bits"
+        "figure",
+        f"{family}, {dtype}: {counts[1]:.0f} decode steps and {counts[3]:.0f} with chunks, captured or eager, have the"
+        " same bits",
     )
+
+
+def set_replaying(driver: PlanDriver, replaying: bool) -> None:
+    graphs, mixed = driver._runner.graphs, driver._runner.mixed
+    assert graphs is not None
+    assert mixed is not None
+    graphs.replaying = mixed.replaying = replaying
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "gpt_oss"])
+def test_a_padded_step_answers_what_one_built_freshly_does(family: str) -> None:
+    """Float32, where a row's own sums do not care for padding but for the library's products: nearly the same bits."""
+    folder = tiny_folder(family, window=48 if family == "qwen3_5_moe" else 0)
+    prompts = [random_prompt(random.Random(n), n) for n in (1, 15, 64, 130, 300)]
+    answers = []
+    for padded in (True, False):
+        driver = open_driver(folder, captured=padded)
+        if not padded:
+            driver._runner.graphs = driver._runner.mixed = None
+        answers.append(run_mixed(driver, prompts, random.Random(5)))
+    for request, found in answers[0].items():
+        for ours, theirs in zip(found, answers[1][request], strict=True):
+            assert ours.token_id == theirs.token_id
+            assert abs(ours.logprob - theirs.logprob) < 1e-3
 
 
 def test_padding_rows_write_nothing() -> None:
@@ -76,6 +100,23 @@ def test_padding_rows_write_nothing() -> None:
     before = arena.buffer.clone()
     driver.step(dict.fromkeys(requests, 1))  # three rows, padded to four
     assert graph_steps(driver)[0] > 0
+    check_only_their_pages_changed(driver, requests, before)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_padding_of_a_step_with_chunks_writes_nothing(dtype: str) -> None:
+    driver = open_driver(tiny_folder("qwen3_5_moe", window=48), captured=True, dtype=dtype)
+    requests = [driver.add(random_prompt(random.Random(n), n), SAMPLING) for n in (20, 31, 130, 260)]
+    driver.step({requests[0]: 20, requests[1]: 30})
+    before = driver._runner.arena.buffer.clone()
+    # Two decode rows padded to 16, two chunks of eight, and 220 of 256 tokens.
+    driver.step({requests[0]: 1, requests[1]: 1, requests[2]: 100, requests[3]: 120})
+    assert graph_steps(driver, "mixed") == (2, 0)
+    check_only_their_pages_changed(driver, requests, before)
+
+
+def check_only_their_pages_changed(driver: PlanDriver, requests: list[int], before: torch.Tensor) -> None:
+    arena = driver._runner.arena
     changed = arena.buffer != before
     for name, grid in arena.grids.items():
         pages = [page for request in requests for page in driver.rows[request].pages[name]]

@@ -1,0 +1,184 @@
+"""Padded inputs of steps with chunks say what freshly built ones say, and their padding is inert."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.plans import PlanDriver
+from tests.helpers.tiny import tiny_folder
+from tests.worker.models.test_families import random_prompt
+from worker.attention.base import AttentionPlan, AttentionShape, PagedGeometry
+from worker.config import WorkerConfig
+from worker.execution.batch import BatchBuilder
+from worker.execution.mixed import MixedSizes, MixedSteps
+from worker.execution.runner import ModelRunner
+from worker.execution.staging import HostUploads
+from worker.scheduling.step import StepPlan
+
+
+class Geometries:
+    """An attention backend whose plans are the geometries themselves."""
+
+    name, capturable = "geometries", True
+
+    def unusable_reason(self, shape: AttentionShape, device: torch.device) -> None:
+        return None
+
+    def plan(self, geometry: PagedGeometry, shape: AttentionShape) -> AttentionPlan:
+        return geometry
+
+    def run(self, *_: object) -> torch.Tensor:
+        raise AssertionError("nothing is computed here")
+
+
+def some_plan(driver: PlanDriver, lengths: list[int]) -> StepPlan:
+    """A step in which the first rows decode and others bring chunks of which the last is not the prompt's end."""
+    rng = random.Random(3)
+    rows = []
+    for length in lengths:
+        request = driver.add(random_prompt(rng, length + 70))
+        row = driver.rows[request]
+        row.num_computed = 0 if length == lengths[-1] else 70 if length == 1 else rng.choice([0, 33, 64])
+        if row.num_computed == 70 and length == 1:
+            row.tokens = row.tokens[:71]
+        rows.append(row)
+    plan = driver._plan(rows, lengths, {})
+    plan.token_ids[0] = -1  # still on the device
+    return plan
+
+
+@pytest.mark.parametrize("lengths", [[1, 1, 1, 30, 64, 100], [129], [1, 2], [1, 300]])
+def test_what_is_filled_is_what_is_built(lengths: list[int]) -> None:
+    folder = tiny_folder("qwen3_5_moe", window=48)
+    runner = ModelRunner(WorkerConfig(model=str(folder), device="cpu", page_tokens=16, max_running=16))
+    driver = PlanDriver(runner, arena_bytes=1 << 24)
+    sizes = MixedSizes.of(16, 512, 4096)
+    backend = Geometries()
+    steps = MixedSteps(
+        runner._model.decoder, runner.arena, runner._shapes, backend, runner._last_tokens, sizes
+    )
+    steps._values.fill_(-7)  # what an earlier step left
+    plan = some_plan(driver, lengths)
+    decode = plan.num_decode_rows
+    key = sizes.find(plan)
+    assert key is not None
+    rows, tokens, bound = key
+    slots = steps.fill(plan, key, HostUploads())
+    assert slots.tolist() == plan.slots[plan.samples].tolist()
+    parts, context = steps.context(key)
+    built = BatchBuilder(runner.arena, runner._shapes, backend, runner._model.conv_width).build(
+        plan, runner._last_tokens, HostUploads()
+    )
+    at = torch.arange(plan.num_tokens)
+    at[decode:] += rows - decode
+    padding = torch.ones(rows + tokens, dtype=torch.bool)
+    padding[at] = False
+    held = runner._last_tokens.index_select(0, parts["slot"])
+    token_ids = torch.where(parts["token"] < 0, held, parts["token"])
+    assert torch.equal(token_ids[at], built.token_ids)
+    assert torch.equal(context.positions[at], built.context.positions)
+    assert context.live is not None
+    assert torch.equal(context.live, ~padding)
+    assert parts["sample"][: len(slots)].tolist() == at[built.sample_index].tolist()
+    row_at = torch.arange(plan.num_rows)
+    row_at[decode:] += rows - decode
+    for name in runner._shapes:
+        ours, theirs = context.groups[name], built.context.groups[name]
+        assert torch.equal(ours.page[at], theirs.page)
+        assert torch.equal(ours.offset[at], theirs.offset)
+        assert (ours.page[padding] == -1).all()
+        geometry, wanted = ours.plan, theirs.plan
+        assert isinstance(geometry, PagedGeometry)
+        assert isinstance(wanted, PagedGeometry)
+        lens = geometry.query_start.diff()
+        assert torch.equal(lens[row_at], wanted.query_start.diff())
+        assert lens[rows + plan.num_rows - decode :].sum() == 0
+        assert torch.equal(geometry.kv_len[row_at], wanted.kv_len)
+        idle = torch.ones(len(lens), dtype=torch.bool)
+        idle[row_at] = False
+        assert (geometry.kv_len[idle] == 0).all()
+        assert torch.equal(geometry.first_page[row_at], wanted.first_page)
+        assert torch.equal(geometry.tables[row_at][:, : wanted.tables.shape[1]], wanted.tables)
+        assert geometry.num_decode_rows == rows
+        assert (geometry.max_query_len, geometry.max_kv_len) == (tokens, bound)
+    check_states(context.state, built.context.state, decode, rows, tokens)
+
+
+def check_states(ours: object, theirs: object, decode: int, rows: int, tokens: int) -> None:
+    from kernels.recurrent import PaddedLayout
+    from worker.execution.context import StateGroup
+
+    assert isinstance(ours, StateGroup)
+    assert isinstance(theirs, StateGroup)
+    layout, wanted = ours.layout, theirs.layout
+    assert isinstance(layout, PaddedLayout)
+    assert wanted is not None
+    assert torch.equal(ours.decode_page[:decode], theirs.decode_page)
+    assert (ours.decode_page[decode:] == -1).all()
+    count, total = len(theirs.chunk_page), len(wanted.token_row)
+    assert torch.equal(ours.chunk_page[:count], theirs.chunk_page)
+    assert (ours.chunk_page[count:] == -1).all()
+    assert torch.equal(layout.token_row[:total], wanted.token_row)
+    assert (layout.token_row[total:] == -1).all()
+    assert torch.equal(layout.query_start[: count + 1], wanted.query_start)
+    assert (layout.query_start[count:] == total).all()
+    pieces = len(wanted.chunk_index)
+    assert torch.equal(layout.chunk_index[:pieces], wanted.chunk_index)
+    # Behind the real ones: past the end of the row they name.
+    row, number = layout.chunk_index[pieces:].unbind(1)
+    assert (number * 64 >= layout.query_start.diff()[row]).all()
+    assert ours.longest == tokens
+
+
+def test_every_plan_that_fits_finds_the_smallest_sizes() -> None:
+    for most, tokens, longest in ((1, 16, 128), (8, 100, 4096), (64, 2048, 262144), (600, 8192, 40960)):
+        sizes = MixedSizes.of(most, tokens, longest)
+        assert sizes.rows[0] == 0
+        assert sizes.rows[-1] == most
+        assert sizes.bounds[-1] == longest
+        for found in (sizes.rows, sizes.tokens, sizes.bounds):
+            assert all(small < large for small, large in pairwise(found))
+        assert sizes.tokens[-1] >= min(tokens, 2048)
+        assert len(sizes.keys) <= 80
+        assert len(set(sizes.keys)) == len(sizes.keys)
+        assert all(1 <= sizes.chunk_rows(size) <= most for size in sizes.tokens)
+
+
+def plan_of(lengths: list[int], computed: int = 0) -> StepPlan:
+    from memory.api import StepCommands
+
+    count = len(lengths)
+    ints = np.arange(count, dtype=np.int64)
+    return StepPlan(
+        step=0,
+        requests=ints,
+        slots=ints,
+        query_len=np.array(lengths, dtype=np.int64),
+        num_computed=np.full(count, computed, dtype=np.int64),
+        token_ids=np.zeros(sum(lengths), dtype=np.int64),
+        samples=np.ones(count, dtype=np.bool_),
+        num_decode_rows=sum(n == 1 for n in lengths),
+        groups={},
+        commands=StepCommands(0),
+        started=(),
+    )
+
+
+def test_sizes_of_single_plans() -> None:
+    sizes = MixedSizes.of(64, 2048, 40960)
+    assert sizes.find(plan_of([16])) == (0, 16, 16384)
+    assert sizes.find(plan_of([16], 20000)) == (0, 16, 40960)
+    assert sizes.find(plan_of([1] * 63 + [17])) == (64, 64, 16384)
+    assert sizes.find(plan_of([2] * 30)) == (0, 64, 16384)
+    # Above 64 tokens rows that may come take time: so few of them are provided for.
+    assert sizes.find(plan_of([15] * 8)) == (0, 128, 16384)
+    assert sizes.find(plan_of([15] * 9)) == (0, 1536, 16384)
+    assert sizes.find(plan_of([1] * 2 + [2040])) == (64, 2048, 16384)
+    assert sizes.find(plan_of([2049])) is None
+    assert sizes.find(plan_of([40] * 20)) is None
+    assert sizes.find(plan_of([1] * 8)) is None

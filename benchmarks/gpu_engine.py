@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import statistics
 import threading
 import time
@@ -21,6 +20,7 @@ from worker.advise.limits import step_read_bytes
 from worker.api import GenerateRequest, SamplingParams
 from worker.config import WorkerConfig
 from worker.engines.native import NativeEngine
+from worker.execution.mixed import MixedKey
 from worker.execution.runner import LaunchedStep, ModelRunner
 from worker.execution.sampler import SampledRows
 from worker.execution.timing import StepTimer
@@ -33,8 +33,8 @@ from worker.scheduling.step import StepPlan, StepResult
 COPY_BYTES = 4 << 30
 STEP_BYTES = 8 << 30
 FIRST_TOKEN_ID = 1000
-MOST_COMPUTED = 16384
-"""Tokens of a step beyond which prompts are only claimed."""
+MOST_DECODED = 256
+"""Rows of the largest decode step that is measured."""
 COALESCE_S = 0.02
 
 
@@ -48,29 +48,23 @@ def independent_choices(layer: int, experts: ExpertLayer, tokens: int, device: t
 class RoutedAlike:
     """A layer's experts under routing of independent tokens: each token takes experts drawn for its place in the step.
 
-    Random routers on the hidden states of random weights agree far more than trained ones do. Counts, while it is told
-    to, the distinct experts that a step takes.
+    Random routers on the hidden states of random weights agree far more than trained ones do.
     """
 
-    def __init__(
-        self,
-        experts: RoutedExperts,
-        choices: torch.Tensor,
-        num_experts: int,
-        found: list[torch.Tensor],
-        on: list[bool],
-    ) -> None:
-        """``choices`` by token of a step; ``found`` takes counts while ``on`` holds True."""
-        self._experts, self._choices, self._num_experts = experts, choices, num_experts
-        self._found, self._on = found, on
+    def __init__(self, experts: RoutedExperts, choices: torch.Tensor) -> None:
+        """``choices`` by token of a step."""
+        self._experts, self._choices = experts, choices
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """As the experts that it wraps, with other choices."""
-        experts = self._choices[: len(x)]
-        if self._on[0]:
-            chosen = torch.zeros(self._num_experts + 1, device=x.device)
-            self._found.append(chosen.index_fill_(0, experts.flatten() + 1, 1.0)[1:].sum())
-        return self._experts(x, weights, experts)
+        chosen = self._choices[: len(x)]
+        if len(x) > MOST_DECODED:  # steps with chunks are padded, and padding takes no experts
+            chosen = torch.where(experts < 0, experts, chosen)
+        return self._experts(x, weights, chosen)
+
+    def distinct(self, rows: int) -> int:
+        """Distinct experts that a step of so many rows takes."""
+        return len(self._choices[:rows].unique())
 
 
 class BenchmarkRunner(ModelRunner):
@@ -81,37 +75,37 @@ class BenchmarkRunner(ModelRunner):
         claims: whether steps with prompts are claimed.
     """
 
-    def __init__(self, config: WorkerConfig, batches: Sequence[int] = ()) -> None:
-        """``batches``: decode steps of so many rows are captured; none: of all sizes."""
-        self._batches = frozenset(batches)
-        self._counting = [False]
-        self._counted: list[torch.Tensor] = []
+    def __init__(self, config: WorkerConfig, batches: Sequence[int] = (), chunks: Sequence[int] = ()) -> None:
+        """``batches``: decode steps of so many rows are captured; none: steps of all sizes. ``chunks``: beside them,
+        prompts alone of up to so many tokens."""
+        self._batches, self._chunks = frozenset(batches), tuple(chunks)
+        self._routed: list[RoutedAlike] = []
         self.claims = False
         self._noise = np.random.default_rng(0)
-        super().__init__(config, self._counted_experts if config.experts == "resident" else None)
+        super().__init__(config, self._alike_experts if config.experts == "resident" else None)
 
-    def _counted_experts(self, experts: ExpertLayer, source: WeightSource) -> RoutedExperts:
+    def _alike_experts(self, experts: ExpertLayer, source: WeightSource) -> RoutedExperts:
         layer = table_experts(experts, source, self.config.deterministic)
         if source.rehearsing:
             return layer
-        most = min(self.config.max_step_tokens, MOST_COMPUTED) + self.config.max_running
-        choices = independent_choices(experts.layer, experts, most, source.device)
-        return RoutedAlike(layer, choices, experts.num_experts, self._counted, self._counting)
+        most = 2 * (self.config.max_step_tokens + self.config.max_running)  # steps are padded
+        layer = RoutedAlike(layer, independent_choices(experts.layer, experts, most, source.device))
+        self._routed.append(layer)
+        return layer
 
-    def count_experts(self, on: bool) -> float:
-        """Switches counting, and graphs the other way; answers the mean of what was counted per layer and step."""
-        self._counting[0] = on
-        if self.graphs is not None:
-            self.graphs.replaying = not on
-        found = [n.item() for n in self._counted]
-        self._counted.clear()
-        return statistics.fmean(found) if found else 0.0
+    def distinct_experts(self, rows: int) -> float:
+        """Distinct experts per layer that decode steps of so many rows take, counted; 0 without experts."""
+        return statistics.fmean(layer.distinct(rows) for layer in self._routed) if self._routed else 0.0
 
-    def capture_graphs(self, keys: list[tuple[int, int]] | None = None) -> None:
+    def capture_graphs(
+        self, keys: list[tuple[int, int]] | None = None, mixed_keys: list[MixedKey] | None = None
+    ) -> None:
         """Captures the sizes that are measured."""
-        if keys is None and self._batches and self.graphs is not None:
+        if keys is None and self._batches and self.graphs is not None and self.mixed is not None:
             keys = [key for key in self.graphs.keys if key[0] in self._batches]
-        super().capture_graphs(keys)
+            tokens = {_padded(chunk, [key[1] for key in self.mixed.keys]) for chunk in self._chunks}
+            mixed_keys = [key for key in self.mixed.keys if key[0] == 0 and key[1] in tokens]
+        super().capture_graphs(keys, mixed_keys)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
@@ -180,20 +174,12 @@ class GpuBench:
     geometry: ModelGeometry
     format: WeightFormat
     started_s: float
+    arena_bytes: int
 
     @property
     def vocab_size(self) -> int:
         """Tokens of the vocabulary."""
         return self.engine.model.vocab_size
-
-    def count_distinct(self, prompts: Sequence[Sequence[int]], num_steps: int = 4) -> float:
-        """Distinct experts per layer that decode steps over these prompts take, measured; 0 without experts."""
-        if not self.geometry.num_experts:
-            return 0.0
-        self.runner.claims = True
-        self.runner.count_experts(True)
-        generate(self.engine, prompts, num_steps + 4)
-        return self.runner.count_experts(False)
 
     def replay_s(self, rows: int, context: int) -> float:
         """Seconds of the captured graph of such a decode step alone, replayed over what the last step left; nothing may
@@ -211,6 +197,11 @@ class GpuBench:
         return step_read_bytes(dense, shape.num_moe_layers, distinct, experts, kv) + states
 
 
+def num_claiming(bench: GpuBench, rows: int, context: int) -> int:
+    """Steps in which the prompts are claimed; rows that were claimed early have decoded as many tokens then."""
+    return -(-rows * context // max(1, bench.runner.config.max_step_tokens - rows)) + 2
+
+
 def arena_for(geometry: ModelGeometry, requests: int, tokens: int) -> int:
     """Arena bytes of so many requests of so many tokens at once, with some to spare."""
     return int(1.05 * requests * geometry.request_bytes(tokens)) + (1 << 28)
@@ -222,14 +213,16 @@ def free_beside(geometry: ModelGeometry, format: WeightFormat) -> int:
     return torch.cuda.get_device_properties(0).total_memory - weights - STEP_BYTES
 
 
-def open_bench(model: str, format: str, batches: Sequence[int] = (), **settings: object) -> GpuBench:
-    """Starts an engine on the GPU; ``settings`` are those of :class:`WorkerConfig`, ``batches`` the numbers of rows
-    whose decode steps are captured (none: all sizes)."""
+def open_bench(
+    model: str, format: str, batches: Sequence[int] = (), chunks: Sequence[int] = (), **settings: object
+) -> GpuBench:
+    """Starts an engine on the GPU; ``settings`` are those of :class:`WorkerConfig`, ``batches`` and ``chunks`` the
+    steps that are captured (none: all sizes), see :class:`BenchmarkRunner`."""
     folder = shape_folder(model, format)
     log, made = StepLog(), []
 
     def make_runner(config: WorkerConfig) -> BenchmarkRunner:
-        made.append(BenchmarkRunner(config, batches))
+        made.append(BenchmarkRunner(config, batches, chunks))
         return made[0]
 
     started_s = time.perf_counter()
@@ -244,7 +237,9 @@ def open_bench(model: str, format: str, batches: Sequence[int] = (), **settings:
     )
     engine = NativeEngine(config, make_runner, record=log.record)
     took_s = time.perf_counter() - started_s
-    return GpuBench(engine, made[0], log, shape_geometry(folder), find_format(format), took_s)
+    return GpuBench(
+        engine, made[0], log, shape_geometry(folder), find_format(format), took_s, config.arena_bytes
+    )
 
 
 async def _follow(engine: NativeEngine, name: str) -> None:
@@ -283,11 +278,9 @@ def generating(bench: GpuBench, prompts: Sequence[Sequence[int]], num_new: int) 
 
 def random_prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> list[tuple[int, ...]]:
     """Prompts of random ids."""
-    chance = random.Random(seed)
-    top = vocab_size - 1
-    return [
-        tuple(chance.randint(min(FIRST_TOKEN_ID, top // 2), top) for _ in range(length)) for _ in range(count)
-    ]
+    least = min(FIRST_TOKEN_ID, (vocab_size - 1) // 2)
+    drawn = np.random.default_rng(seed).integers(least, vocab_size, (count, length))
+    return [tuple(prompt) for prompt in drawn.tolist()]
 
 
 def median_s(run: Callable[[], object], repeats: int = 10) -> float:
@@ -315,6 +308,11 @@ def matrix_flops(size: int = 8192) -> float:
     """Rate of a bf16 matrix product on random data, operations per second."""
     left, right = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     return 2 * size**3 / median_s(lambda: left @ right)
+
+
+def _padded(chunk: int, sizes: Sequence[int]) -> int:
+    """The least of the sizes that holds a chunk; 0: none does."""
+    return min((size for size in sizes if size >= chunk), default=0)
 
 
 def quantile(values: Sequence[float], share: float) -> float:

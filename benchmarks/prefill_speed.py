@@ -1,29 +1,33 @@
 """Measures the prefill of one prompt on a GPU: tokens per second and the share of the matrix units' measured rate.
 
-    python -m benchmarks.prefill_speed --models qwen3.5-4b.bf16 --tokens 2048 8192 [--json FILE]
+    python -m benchmarks.prefill_speed --models qwen3.5-4b.bf16 --tokens 1024 8192 [--folder FOLDER]
 
-The whole prompt is one step. Operations are two per weight that a token uses and four per pair of positions that
-attention compares, per head and dimension; the rate is that of an 8,192-cubed bf16 product measured in the same run.
+A prompt is computed in steps of at most 8,192 tokens, and their device times are added. Operations are two per weight
+that a token uses and four per pair of positions that attention compares, per head and dimension; the rate is that of an
+8,192-cubed bf16 product measured in the same run.
 """
 
 from __future__ import annotations
 
-import gc
+import argparse
 import statistics
-from collections.abc import Mapping
-
-import torch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from benchmarks.cpu_engine import run_prompts
-from benchmarks.gpu_engine import GpuBench, arena_for, matrix_flops, open_bench, random_prompts
-from benchmarks.report import Conditions, Report, Value, publish, report_parser
-from benchmarks.shapes import shape_config, shape_folder, shape_geometry
-from benchmarks.step_profile import breakdown, heaviest, record_kernels
+from benchmarks.decode_speed import add_options
+from benchmarks.gpu_engine import GpuBench, arena_for, random_prompts
+from benchmarks.model_tables import MIXED_TOKENS, EngineOptions, Needs, Rates, Run
+from benchmarks.report import Conditions, Value
+from benchmarks.shapes import shape_config
+from benchmarks.step_profile import PARTS, breakdown, heaviest, record_kernels
 from memory.api import PageKind
 from worker.advise.geometry import ModelGeometry
 from worker.advise.limits import share_of_limit
 
-REPEATS = 5
+TOKENS = (1024, 8192, 32768)
+PROFILED_TOKENS = 8192
+REPEATS = 4
 
 
 def prefill_flops(geometry: ModelGeometry, heads: int, head_dim: int, tokens: int) -> float:
@@ -46,10 +50,13 @@ def measure(
 ) -> tuple[dict[str, Value], list[str]]:
     """One row of the table, and the heaviest kernels."""
     prompts = random_prompts(1, tokens, bench.vocab_size)
-    bench.log.steps.clear()
-    for _ in range(REPEATS + 1):
+    bench.runner.claims = False
+    times = []
+    for _ in range(REPEATS):
+        bench.log.steps.clear()
         run_prompts(bench.engine, prompts, 1)
-    seconds = statistics.median([step.device_s for step in bench.log.steps if step.num_prompt][1:])
+        times.append(sum(step.device_s for step in bench.log.steps if step.num_prompt))
+    seconds = statistics.median(times[1:])
     flops = prefill_flops(bench.geometry, facts["num_attention_heads"], facts["head_dim"], tokens)
     row: dict[str, Value] = {
         "case": label,
@@ -58,57 +65,60 @@ def measure(
         "ms": 1e3 * seconds,
         "limit_ms": 1e3 * flops / rate,
     }
-    if not profiles:
-        return row, []
-    kernels = record_kernels(lambda: run_prompts(bench.engine, prompts, 1))
-    row.update({f"{part}_ms": value for part, value in breakdown(kernels, 1).items()})
+    kernels = record_kernels(lambda: run_prompts(bench.engine, prompts, 1)) if profiles else []
+    parts = breakdown(kernels, 1)
+    row.update({f"{name}_ms": parts.get(name) for name in (*PARTS, "rest", "launch_gaps", "host_gaps")})
+    row["kernels"] = parts.get("kernels")
     return row, heaviest(kernels, 20)
+
+
+@dataclass
+class PrefillTable:
+    """Prompts of several models; the one of :data:`PROFILED_TOKENS` is broken down."""
+
+    tokens: Sequence[int] = TOKENS
+    name: str = "prefill_speed"
+    rows: list[Mapping[str, Value]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def needs(self, geometry: ModelGeometry, available: int) -> Needs:
+        """See :class:`benchmarks.model_tables.Table`."""
+        most = max(self.tokens)
+        chunks = tuple(min(tokens, MIXED_TOKENS) for tokens in self.tokens)
+        return Needs(arena_for(geometry, 2, most + 2), 4, 2 * most, (1,), chunks)
+
+    def fill(self, bench: GpuBench, model: str, rates: Rates) -> None:
+        """See :class:`benchmarks.model_tables.Table`."""
+        name, _, format = model.rpartition(".")
+        facts = shape_config(name, format)
+        for tokens in self.tokens:
+            label = f"{model}.t{tokens}"
+            row, lines = measure(bench, label, facts, tokens, rates.matrix, tokens == PROFILED_TOKENS)
+            self.rows.append(row)
+            print({k: v if isinstance(v, str) else v and round(v, 4) for k, v in row.items()})
+            print("\n".join(lines), flush=True)
+
+    def conditions(self, models: Sequence[str]) -> Conditions:
+        """See :class:`benchmarks.model_tables.Table`."""
+        return Conditions(
+            model=", ".join(models) + " (shapes)",
+            weights="random",
+            prompts="random ids; experts drawn for each token and layer, uniform",
+            cache="warm kernels; no prefix cache",
+            batch="1",
+            context=", ".join(map(str, self.tokens)),
+            resident="all",
+        )
 
 
 def main() -> None:
     """Measures and publishes."""
-    parser = report_parser(__doc__)
-    parser.add_argument("--models", nargs="+", default=["qwen3.5-4b.bf16"], help="MODEL.FORMAT")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192])
-    parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--attention-backend", default="auto")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    add_options(parser)
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     options = parser.parse_args()
-    rate = matrix_flops()
-    rows: list[Mapping[str, Value]] = []
-    notes = [f"bf16 matrix rate {rate / 1e12:.0f} TFLOP/s"]
-    for name in options.models:
-        model, _, format = name.rpartition(".")
-        facts = shape_config(model, format)
-        most = max(options.tokens)
-        geometry = shape_geometry(shape_folder(model, format))
-        bench = open_bench(
-            model,
-            format,
-            [1],
-            arena_bytes=arena_for(geometry, 4, most),
-            max_running=4,
-            max_model_len=2 * most,
-            max_step_tokens=most,
-            attention_backend=options.attention_backend,
-        )
-        for tokens in options.tokens:
-            row, lines = measure(bench, f"{name}.t{tokens}", facts, tokens, rate, options.profile)
-            rows.append(row)
-            print(row, "\n".join(lines), flush=True)
-        bench.engine.close()
-        del bench
-        gc.collect()
-        torch.cuda.empty_cache()
-    conditions = Conditions(
-        model=", ".join(options.models) + " (shapes)",
-        weights="random",
-        prompts="random ids; experts drawn for each token and layer, uniform",
-        cache="warm kernels; no prefix cache",
-        batch="1",
-        context=", ".join(map(str, options.tokens)),
-        resident="all",
-    )
-    publish(Report("prefill_speed", conditions, tuple(rows), tuple(notes)), options.json)
+    engine = EngineOptions(options.attention_backend, options.deterministic)
+    Run([PrefillTable(options.tokens)], Rates.measured(), options.folder, engine).measure(options.models)
 
 
 if __name__ == "__main__":

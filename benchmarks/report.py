@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -32,6 +33,22 @@ def hardware() -> str:
     if torch is not None and torch.cuda.is_available():
         text += f", {torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     return text
+
+
+def commit() -> str:
+    """The commit that is measured: what ``BENCHMARKS_COMMIT`` says (for a copy without its history), else the checked
+    out one."""
+    named = os.environ.get("BENCHMARKS_COMMIT", "").strip()
+    if named:
+        return named
+    asked = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        found = subprocess.run(
+            asked, capture_output=True, text=True, timeout=10, cwd=Path(__file__).parent, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return found.stdout.strip()
 
 
 def _processor() -> str:
@@ -56,6 +73,7 @@ class Conditions:
         context: tokens of a request, or the range.
         resident: experts resident per layer (K), or the range.
         hardware: what it ran on; by default this machine.
+        commit: of this repository.
     """
 
     model: str
@@ -66,6 +84,7 @@ class Conditions:
     context: str
     resident: str
     hardware: str = field(default_factory=hardware)
+    commit: str = field(default_factory=commit)
 
     def __post_init__(self) -> None:
         empty = [entry.name for entry in fields(self) if not getattr(self, entry.name).strip()]

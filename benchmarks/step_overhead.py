@@ -20,6 +20,7 @@ from benchmarks.gpu_engine import (
     copy_bytes_per_s,
     generate,
     generating,
+    num_claiming,
     open_bench,
     random_prompts,
 )
@@ -36,11 +37,6 @@ PREFILL_TOKENS = 2048
 STEPS, SKIPPED = 48, 8
 PROFILER_START_S = 0.6
 PRODUCTS = r"nvjet|gemm|_one_row|splitKreduce|cutlass_80|gemv"
-
-
-def num_claiming(bench: GpuBench, rows: int, context: int) -> int:
-    """Steps in which the prompts are claimed; rows that were claimed early have decoded as many tokens then."""
-    return -(-rows * context // bench.runner.config.max_step_tokens) + 1
 
 
 def decode_step_s(bench: GpuBench, rows: int, context: int) -> float:

@@ -5,8 +5,8 @@ the link at most once per launch when it fits the loop's tile of tokens; where a
 it read. An address may lie in the arena or in mapped host memory: the arithmetic is the same, and so is the result.
 
 Weights are the left operand (rows x columns), tokens the right one, so that a handful of tokens wastes little of the
-tensor cores. A single token takes the two launches of ``experts_one`` instead, unless results must not depend on the
-number of tokens.
+tensor cores. A single token takes the two launches of ``experts_one`` instead, and many tokens per expert those of
+``experts_wide``, unless results must not depend on the number of tokens.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import triton.language as tl
 from triton import knobs
 
 from kernels._reference.experts import DENSE, FP8_BLOCK, FP8_BLOCK_SIZE, INT4, MXFP4, BlockFormat
+from kernels._triton import experts_wide
 from kernels._triton.expert_weights import (
     from_e2m1,
     from_fp8,
@@ -281,6 +282,10 @@ def run_experts(
         [tokens, H] in x's dtype; padding rows are zero.
     """
     tokens, width = x.shape
+    if not (deterministic or tiles) and experts_wide.serves(block, *experts.shape, table.shape[0]):
+        return experts_wide.run_experts(
+            x, weights, experts, table, block, inner, activation, limit, alpha, tee
+        )
     if tokens == 1 and not deterministic and _one_serves(block):
         out = _run_one(x, weights, experts, table, block, inner, activation, limit, alpha, tee, tiles)
     else:

@@ -25,7 +25,9 @@ SCRATCH_BYTES = 320 << 20
 """Unpacked weights at a time, at most (but one expert's at least)."""
 MAX_SHARING = 16
 """Programs that share an expert's tokens at most; each loops over the rest."""
-UNPACKED_ROWS, UNPACKED_COLUMNS = 32, 128
+UNPACKED_ROWS = 32
+UNPACKED_BYTES = 128
+"""Of a row that a program unpacks: whole lines, for blocks that are read over the link."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,9 @@ def _unpack(
         odd *= scale_cells(base + scales, odd_cell, mask, KIND)
         value = tl.interleave(even, odd).to(out.dtype.element_ty)
         if HAS_ORDER:
-            orders = tl.where(row < inner, base + order, base + up_order)[:, None].to(tl.pointer_type(tl.int32))
+            orders = tl.where(row < inner, base + order, base + up_order)[:, None].to(
+                tl.pointer_type(tl.int32)
+            )
             tl.store(to + tl.load(orders + column[None, :], mask=kept, other=0), value, mask=kept)
         else:
             tl.store(to + column[None, :], value, mask=kept)
@@ -189,7 +193,9 @@ def _wide_down(
             acc += tl.load(biases + row, mask=row_ok, other=0.0).to(tl.float32)[None, :]
         pair = tl.load(order + held).to(tl.int64)
         tl.store(
-            partial + pair[:, None] * width + row[None, :], acc, mask=(place < last)[:, None] & row_ok[None, :]
+            partial + pair[:, None] * width + row[None, :],
+            acc,
+            mask=(place < last)[:, None] & row_ok[None, :],
         )
 
 
@@ -287,6 +293,7 @@ class _Unpacked:
         self._block, self._inner, self._width = block, inner, x.shape[1]
         size = 3 * inner * self._width
         self.num_held = max(1, min(num_experts, scratch_bytes // (size * x.element_size())))
+        self._columns = UNPACKED_BYTES * (2 if block.kind >= INT4 else 1)
         self._room = torch.empty(self.num_held, size, dtype=x.dtype, device=x.device)
         where = torch.arange(num_experts, device=x.device) % self.num_held
         self._table = where * self._room.stride(0) * x.element_size() + self._room.data_ptr()
@@ -297,7 +304,7 @@ class _Unpacked:
             "ALIGN": 16 if all(n % 16 == 0 for n in row_bytes) else 1,
             "ASM": x.dtype is torch.bfloat16 and not knobs.runtime.interpret,
             "ROWS": UNPACKED_ROWS,
-            "COLUMNS": UNPACKED_COLUMNS,
+            "COLUMNS": self._columns,
         }
 
     def fill(
@@ -323,7 +330,7 @@ class _Unpacked:
         up_order: int,
     ) -> None:  # fmt: skip
         kind = self._block.kind
-        grid = (count, triton.cdiv(rows, UNPACKED_ROWS), triton.cdiv(width, UNPACKED_COLUMNS))
+        grid = (count, triton.cdiv(rows, UNPACKED_ROWS), triton.cdiv(width, self._columns))
         _unpack[grid](
             table, starts, out, first, rows, width, above, out.stride(0), matrix, scales,
             up_scales if kind == FP8_BLOCK else scales, zeros, self._block.zero_offset, order, up_order,

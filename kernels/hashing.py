@@ -20,3 +20,26 @@ def hash_blocks(blocks: torch.Tensor) -> torch.Tensor:
         [...] int64.
     """
     return reference.hash_blocks(blocks)
+
+
+def check_next(
+    grid: torch.Tensor,
+    owner: torch.Tensor,
+    hashes: torch.Tensor,
+    sizes: torch.Tensor,
+    cursor: torch.Tensor,
+    progress: torch.Tensor,
+    found: torch.Tensor,
+) -> None:
+    """Compares the place that ``cursor`` names with its owner's hash, in one launch, and moves the cursor on. A place
+    without an owner is right whatever it holds.
+
+    Args:
+        grid: [places, place_bytes] uint8. owner: [places] int64, row * experts + expert, negative for none.
+        hashes: [rows, experts] int64; sizes: [rows] int64, bytes of a block.
+        cursor: [] int64. progress: [2] int64, zero between calls.
+        found: [3] int64: number of mismatches so far, row and expert of the first one.
+    """
+    from kernels._triton import hashing
+
+    hashing.check_next(grid, owner, hashes, sizes, cursor, progress, found)

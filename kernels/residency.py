@@ -2,55 +2,87 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
     from kernels._triton.residency import ResidencyTables
+    from kernels._triton.residency_step import GhostTables, StepScratch
 
-MAX_PAIRS = 4096
+MAX_PAIRS = 16384
 """Up to so many (token, choice) pairs one program looks at; a prefill leaves its thousands to tensor operations."""
 
 
-def fused_tables(tables: dict[str, torch.Tensor]) -> ResidencyTables | None:
-    """The kernels' view of the tables where they lie on a GPU, else None: there the tensor operations decide."""
-    if not tables["owner"].is_cuda:
+@dataclass(frozen=True, slots=True)
+class FusedRules:
+    """What the kernels are told of the rules (``memory.device.residency_rules``) and of where places lie: place n at
+    ``base`` + n * ``place_bytes``, whole lines of 128 bytes."""
+
+    base: int
+    place_bytes: int
+    is_lru: bool
+    freezes: bool
+    decay: float
+    recency: float
+    frozen_margin: float
+    thaw_share: float
+    ghost_shift: int
+
+
+class FusedResidency:
+    """The kernels over one residency's tables."""
+
+    def __init__(
+        self, tables: ResidencyTables, ghosts: GhostTables, scratch: StepScratch, rules: FusedRules
+    ) -> None:
+        self._tables, self._ghosts, self._scratch, self._rules = tables, ghosts, scratch, rules
+
+    def begin_step(self, step: int, num_stamping: int) -> None:
+        """As ``Residency.begin_step``; two launches."""
+        from kernels._triton import residency_step
+
+        rules = self._rules
+        residency_step.begin_step(
+            self._tables, self._ghosts, self._scratch, step, num_stamping, rules.base, rules.place_bytes,
+            rules.decay, rules.recency, rules.thaw_share, rules.ghost_shift, freezes=rules.freezes,
+            is_lru=rules.is_lru,
+        )  # fmt: skip
+
+    def decide(self, row: int, experts: torch.Tensor, published: int) -> torch.Tensor:
+        """As ``Residency.decide``; one launch. ``experts``: at most MAX_PAIRS; ``published``: -1 for no row."""
+        from kernels._triton import residency
+
+        rules = self._rules
+        return residency.decide(
+            self._tables, row, experts, published, rules.base, rules.place_bytes, rules.recency,
+            rules.frozen_margin, is_lru=rules.is_lru,
+        )  # fmt: skip
+
+    def publish(self, row: int) -> None:
+        """As ``Residency.publish``; one launch."""
+        from kernels._triton import residency
+
+        residency.publish(self._tables, row, self._rules.base, self._rules.place_bytes)
+
+
+def fused_residency(
+    tables: dict[str, torch.Tensor],
+    ghosts: dict[str, torch.Tensor],
+    rules: FusedRules,
+    *,
+    on_cpu: bool = False,
+) -> FusedResidency | None:
+    """The kernels over tables by the names of ``ResidencyTables`` and ``GhostTables``, where they lie on a GPU
+    (``on_cpu``: or on a CPU, for Triton's interpreter), else None: there the tensor operations decide."""
+    owner = tables["owner"]
+    if not (owner.is_cuda or on_cpu) or len(tables["queue"]) == 0:
         return None
     from kernels._triton.residency import ResidencyTables
+    from kernels._triton.residency_step import GhostTables, StepScratch
 
-    return ResidencyTables(**tables)
-
-
-def decide(
-    tables: ResidencyTables,
-    row: int,
-    experts: torch.Tensor,
-    stamping: torch.Tensor,
-    base: int,
-    place_bytes: int,
-    recency: float,
-    frozen_margin: float,
-    *,
-    is_lru: bool,
-) -> torch.Tensor:
-    """One layer's decision; arguments and answer as those of ``Residency.decide``.
-
-    Args:
-        tables: the residency's.
-        row: of the layer. experts: [tokens, experts_per_token] int64, at most MAX_PAIRS; stamping: [tokens] bool.
-        base, place_bytes: address of the first place and bytes from one to the next.
-        recency, frozen_margin: constants of the rules.
-    """
-    from kernels._triton import residency
-
-    return residency.decide(
-        tables, row, experts, stamping, base, place_bytes, recency, frozen_margin, is_lru=is_lru
-    )
-
-
-def publish(tables: ResidencyTables, row: int, base: int, place_bytes: int) -> None:
-    """Enters the owners and addresses of what the layer's :func:`decide` gave places."""
-    from kernels._triton import residency
-
-    residency.publish(tables, row, base, place_bytes)
+    rows, experts = ghosts["ghost"].shape
+    marks = torch.zeros(2, experts, dtype=torch.int32, device=owner.device)
+    scratch = StepScratch.make(rows, experts, owner.device)
+    return FusedResidency(ResidencyTables(marks=marks, **tables), GhostTables(**ghosts), scratch, rules)

@@ -9,6 +9,7 @@ RESIDENCY = "tests/memory/test_residency.py"
 EXACT = "tests/worker/experts/test_paged_exactness.py"
 ENGINE = "tests/worker/experts/test_paged_engine.py"
 VERIFY = "tests/worker/experts/test_verify.py"
+KERNELS = "tests/kernels/test_triton_residency.py"
 GHOSTS = "tests/memory/test_ghosts.py"
 
 FAULTS = [
@@ -100,8 +101,8 @@ FAULTS = [
     Fault(
         "residency: prefill rows page",
         "worker.experts.pager",
-        old="stamping = self._token[: len(x)] < self._num_stamping",
-        new="stamping = self._token[: len(x)] >= 0",
+        old="residency.begin_step(step, num_stamping)",
+        new="residency.begin_step(step, 1 << 20)",
         tests=(f"{ENGINE}::test_prefill_leaves_the_decode_set_alone",),
     ),
     Fault(
@@ -110,6 +111,27 @@ FAULTS = [
         old="return (owner == FREE) | ~self.frozen",
         new="return owner != BANNED",
         tests=(f"{RESIDENCY}::test_a_step_that_needs_more_than_the_places_freezes_the_set_until_it_shrinks",),
+    ),
+    Fault(
+        "kernels: victims worth the same are taken in any order",
+        "kernels._triton.residency_step",
+        old="(bits << 32) | place, NEVER",
+        new="(bits << 32) | (place ^ 7), NEVER",
+        tests=(f"{KERNELS}::test_the_kernels_do_what_the_tensor_operations_do[lfru-20-7-True]",),
+    ),
+    Fault(
+        "kernels: the layer before is never published",
+        "kernels._triton.residency",
+        old="    if published >= 0:\n",
+        new="    if published >= num_rows:\n",
+        tests=(f"{KERNELS}::test_the_kernels_do_what_the_tensor_operations_do[lfru-20-7-True]",),
+    ),
+    Fault(
+        "kernels: the running check leaves the last words out",
+        "kernels._triton.hashing",
+        old="mask=number < words, other=0",
+        new="mask=number < words - 1, other=0",
+        tests=(f"{KERNELS}::test_the_running_check_of_a_gpu_finds_a_changed_word_and_names_its_owner",),
     ),
     Fault(
         "act-order: the rows of gate and up stay in the model's order",

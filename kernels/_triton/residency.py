@@ -1,8 +1,11 @@
-"""Decides in one launch which of a layer's missing experts take a place, and enters new owners in another.
+"""Decides in one launch which of a layer's missing experts take a place, and enters the owners of the layer before.
 
 The same rules as the tensor operations in ``memory.device.residency``, which are the truth in tests: a graph of a step
 would else hold some fifty launches a layer. One program does it all: a layer has a few hundred experts, a step's queue
-of victims at most a thousand places.
+of victims at most a thousand places. Where every expert is resident it ends behind two reads.
+
+The kernel behind may begin once what lies ahead is complete, not only when this decision is: it reads the layer's
+inputs and addresses, which the decision leaves alone, and waits before it asks where blocks are to be stored.
 """
 
 from __future__ import annotations
@@ -12,8 +15,16 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-SEEN_PAIRS = 64
+from kernels._triton.overlap import overlaps
+
+COMPARED_PAIRS = 64
+"""Up to so many pairs are compared with every expert at once; more leave marks in a table."""
+MARKING_PAIRS = 1024
+LINE_SHIFT: tl.constexpr = tl.constexpr(7)
+"""Places are whole lines of 128 bytes: in lines their numbers come from a 32-bit division."""
+NUM_LANES: tl.constexpr = tl.constexpr(6)
 FREE: tl.constexpr = tl.constexpr(-1)
 BANNED: tl.constexpr = tl.constexpr(-2)
 
@@ -26,8 +37,9 @@ class ResidencyTables:
         address, host: [rows * experts + 1]; seen: the same; uses: the same, float32.
         owner, stamp, generation: [places + 1].
         queue: [n] places; ready: [n + 1] scratch.
-        step, demand: []; frozen: [] bool.
+        step, stamping, demand: []; frozen: [] bool.
         taken: [experts], the place each expert of the last decided layer took, ``num_places`` where none.
+        marks: [2, experts] int32 scratch, zero between decisions.
         counts: [lanes, rows].
     """
 
@@ -41,9 +53,11 @@ class ResidencyTables:
     queue: torch.Tensor
     ready: torch.Tensor
     step: torch.Tensor
+    stamping: torch.Tensor
     demand: torch.Tensor
     frozen: torch.Tensor
     taken: torch.Tensor
+    marks: torch.Tensor
     counts: torch.Tensor
 
 
@@ -56,92 +70,14 @@ def _worth(uses, seen, step, recency, IS_LRU: tl.constexpr):
         return uses + recency / age
 
 
-@triton.jit(do_not_specialize=["row", "pairs"])
-def _decide(
-    chosen, stamping, tee, address, host, seen, uses, owner, stamp, generation, queue, ready, step_at, demand, frozen,
-    taken, counts, row, pairs, per_token, num_experts, num_places, num_rows, queue_len, base, place_bytes,
-    recency, frozen_margin,
-    IS_LRU: tl.constexpr, EXPERTS: tl.constexpr, QUEUE: tl.constexpr, PAIRS: tl.constexpr,
-):  # fmt: skip
-    expert = tl.arange(0, EXPERTS)
-    real = expert < num_experts
-    wanted = tl.zeros([EXPERTS], tl.int32)
-    others = tl.zeros([EXPERTS], tl.int32)
-    for start in range(0, pairs, PAIRS):
-        pair = start + tl.arange(0, PAIRS)
-        choice = tl.load(chosen + pair, mask=pair < pairs, other=-1)
-        stamps = tl.load(stamping + pair // per_token, mask=pair < pairs, other=0).to(tl.int32)
-        same = (choice[:, None] == expert[None, :]).to(tl.int32)
-        wanted = tl.maximum(wanted, tl.max(same * stamps[:, None], 0))
-        others = tl.maximum(others, tl.max(same * (1 - stamps)[:, None], 0))
-    step = tl.load(step_at)
-    flat = (row * num_experts + expert).to(tl.int64)
-    here = tl.load(address + flat, mask=real, other=0)
-    on_host = here == tl.load(host + flat, mask=real, other=0)
-    want = (wanted > 0) & real
-    hit = want & (on_host == 0)
-    miss = want & on_host
-    place = (here - base) // place_bytes
-    tl.store(stamp + place, step, mask=hit)
-    own_uses = tl.load(uses + flat, mask=real, other=0.0) + want.to(tl.float32)
-    tl.store(uses + flat, own_uses, mask=want)
-    own_seen = tl.where(want, step, tl.load(seen + flat, mask=real, other=-1))
-    tl.store(seen + flat, own_seen, mask=want)
-    tl.store(demand, tl.load(demand) + tl.sum(want.to(tl.int64), 0))
-
-    # The n-th miss meets the n-th of the queue that may be a victim now. What this layer has just stamped is its own.
-    slot = tl.arange(0, QUEUE)
-    candidate = tl.load(queue + slot, mask=slot < queue_len, other=num_places)
-    there = candidate < num_places
-    holder = tl.load(owner + candidate, mask=there, other=BANNED)
-    last = tl.load(stamp + candidate, mask=there, other=step)
-    ours = (holder >= 0) & (holder // num_experts == row)
-    fit = there & (last < step) & (ours == 0) & (holder != BANNED)
-    number = tl.cumsum(fit.to(tl.int32), 0) - 1
-    tl.store(ready + number, candidate, mask=fit)
-    num_fit = tl.sum(fit.to(tl.int32), 0)
-    tl.debug_barrier()
-    rank = tl.cumsum(miss.to(tl.int32), 0) - 1
-    may = miss & (rank < num_fit)
-    victim = tl.load(ready + rank, mask=may, other=num_places)
-    old = tl.load(owner + victim, mask=may, other=FREE)
-    held = may & (old >= 0)
-    is_frozen = tl.load(frozen).to(tl.int32)
-    if IS_LRU:
-        better = tl.where(is_frozen > 0, 0, 1) + tl.zeros([EXPERTS], tl.int32) > 0
-    else:
-        margin = tl.where(is_frozen > 0, frozen_margin, 1.0)
-        worth = _worth(own_uses, own_seen, step, recency, IS_LRU)
-        old_uses = tl.load(uses + old, mask=held, other=0.0)
-        old_seen = tl.load(seen + old, mask=held, other=0)
-        better = worth > margin * _worth(old_uses, old_seen, step, recency, IS_LRU)
-    take = may & ((old == FREE) | better)
-    evicted = take & held
-    tl.store(address + old, tl.load(host + old, mask=evicted, other=0), mask=evicted)
-    tl.store(owner + victim, tl.full([EXPERTS], -1, tl.int64), mask=take)
-    tl.store(generation + victim, tl.load(generation + victim, mask=take, other=0) + 1, mask=take)
-    tl.store(stamp + victim, tl.zeros([EXPERTS], tl.int64) + step, mask=take)
-    tl.store(taken + expert, tl.where(take, victim, num_places), mask=real)
-    tl.store(tee + expert, tl.where(take, base + victim * place_bytes, 0), mask=real)
-
-    alone = (others > 0) & (wanted == 0) & real
-    lane = counts + row
-    tl.store(lane, tl.load(lane) + tl.sum(hit.to(tl.int64), 0))
-    lane += num_rows
-    tl.store(lane, tl.load(lane) + tl.sum(take.to(tl.int64), 0))
-    lane += num_rows
-    tl.store(lane, tl.load(lane) + tl.sum((miss & (take == 0)).to(tl.int64), 0))
-    lane += num_rows
-    tl.store(lane, tl.load(lane) + tl.sum((alone & (on_host == 0)).to(tl.int64), 0))
-    lane += num_rows
-    tl.store(lane, tl.load(lane) + tl.sum((alone & on_host).to(tl.int64), 0))
-    lane += num_rows
-    tl.store(lane, tl.load(lane) + tl.sum(evicted.to(tl.int64), 0))
+@triton.jit
+def _place_of(address, base, place_bytes):
+    """The place at an address; anything for an address in host memory."""
+    return ((address - base) >> LINE_SHIFT).to(tl.int32) // (place_bytes >> LINE_SHIFT).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["row"])
-def _publish(taken, address, owner, row, num_experts, num_places, base, place_bytes, EXPERTS: tl.constexpr):
-    expert = tl.arange(0, EXPERTS)
+@triton.jit
+def _publish_taken(taken, address, owner, expert, row, num_experts, num_places, base, place_bytes):
     place = tl.load(taken + expert, mask=expert < num_experts, other=num_places)
     take = place < num_places
     flat = (row * num_experts + expert).to(tl.int64)
@@ -149,21 +85,148 @@ def _publish(taken, address, owner, row, num_experts, num_places, base, place_by
     tl.store(address + flat, base + place * place_bytes, mask=take)
 
 
+@triton.jit
+def _distinct(
+    chosen, stamping, marks, expert, real, pairs, per_token, num_experts,
+    COMPARES: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Which experts the stamping rows chose, and which the others did."""
+    if COMPARES:
+        pair = tl.arange(0, PAIRS)
+        choice = tl.load(chosen + pair, mask=pair < pairs, other=-1).to(tl.int32)
+        stamps = (pair // per_token < stamping).to(tl.int32)
+        same = (choice[:, None] == expert[None, :]).to(tl.int32)
+        wanted = tl.max(same * stamps[:, None], 0) > 0
+        others = tl.max(same * (1 - stamps)[:, None], 0) > 0
+    else:
+        for start in range(0, pairs, PAIRS):
+            pair = start + tl.arange(0, PAIRS)
+            choice = tl.load(chosen + pair, mask=pair < pairs, other=-1)
+            which = tl.where(pair // per_token < stamping, 0, num_experts)
+            tl.store(marks + which + choice, tl.full([PAIRS], 1, tl.int32), mask=choice >= 0)
+        tl.debug_barrier()
+        wanted = tl.load(marks + expert, mask=real, other=0) > 0
+        others = tl.load(marks + num_experts + expert, mask=real, other=0) > 0
+        tl.debug_barrier()
+        tl.store(marks + expert, expert * 0, mask=real)
+        tl.store(marks + num_experts + expert, expert * 0, mask=real)
+    return wanted & real, others & real
+
+
+@triton.jit(do_not_specialize=["row", "pairs", "published"])
+def _decide(
+    chosen, tee, address, host, seen, uses, owner, stamp, generation, queue, ready, step_at, stamping_at, demand,
+    frozen, taken, marks, counts, row, pairs, published, per_token, num_experts, num_places, num_rows, queue_len, base,
+    place_bytes, recency, frozen_margin,
+    IS_LRU: tl.constexpr, EXPERTS: tl.constexpr, QUEUE: tl.constexpr, COMPARES: tl.constexpr, PAIRS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    expert = tl.arange(0, EXPERTS)
+    real = expert < num_experts
+    if published >= 0:
+        _publish_taken(taken, address, owner, expert, published, num_experts, num_places, base, place_bytes)
+        tl.debug_barrier()
+    wanted, others = _distinct(
+        chosen, tl.load(stamping_at), marks, expert, real, pairs, per_token, num_experts, COMPARES, PAIRS
+    )
+    step = tl.load(step_at)
+    flat = (row * num_experts + expert).to(tl.int64)
+    here = tl.load(address + flat, mask=real, other=0)
+    on_host = here == tl.load(host + flat, mask=real, other=0)
+    hit = wanted & (on_host == 0)
+    miss = wanted & on_host
+    tl.store(stamp + _place_of(here, base, place_bytes), step, mask=hit)
+    own_uses = tl.load(uses + flat, mask=real, other=0.0) + wanted.to(tl.float32)
+    tl.store(uses + flat, own_uses, mask=wanted)
+    own_seen = tl.where(wanted, step, tl.load(seen + flat, mask=real, other=-1))
+    tl.store(seen + flat, own_seen, mask=wanted)
+    tl.store(demand, tl.load(demand) + tl.sum(wanted.to(tl.int64), 0))
+    num_miss = tl.sum(miss.to(tl.int32), 0)
+    num_taken = num_miss * 0
+    num_evicted = num_miss * 0
+    tl.store(taken + expert, expert.to(tl.int64) * 0 + num_places, mask=real)
+    tl.store(tee + expert, expert.to(tl.int64) * 0, mask=real)
+    if num_miss > 0:
+        # The n-th miss meets the n-th of the queue that may be a victim now. What this layer has just stamped is its
+        # own, and owners that were published above are seen.
+        tl.debug_barrier()
+        slot = tl.arange(0, QUEUE)
+        candidate = tl.load(queue + slot, mask=slot < queue_len, other=num_places)
+        there = candidate < num_places
+        holder = tl.load(owner + candidate, mask=there, other=BANNED).to(tl.int32)
+        last = tl.load(stamp + candidate, mask=there, other=step)
+        ours = (holder >= 0) & (holder // num_experts == row)
+        fit = there & (last < step) & (ours == 0) & (holder != BANNED)
+        number = tl.cumsum(fit.to(tl.int32), 0) - 1
+        tl.store(ready + number, candidate, mask=fit)
+        num_fit = tl.sum(fit.to(tl.int32), 0)
+        tl.debug_barrier()
+        rank = tl.cumsum(miss.to(tl.int32), 0) - 1
+        may = miss & (rank < num_fit)
+        victim = tl.load(ready + rank, mask=may, other=num_places)
+        old = tl.load(owner + victim, mask=may, other=FREE)
+        held = may & (old >= 0)
+        is_frozen = tl.load(frozen).to(tl.int32)
+        if IS_LRU:
+            better = tl.where(is_frozen > 0, 0, 1) + tl.zeros([EXPERTS], tl.int32) > 0
+        else:
+            margin = tl.where(is_frozen > 0, frozen_margin, 1.0)
+            worth = _worth(own_uses, own_seen, step, recency, IS_LRU)
+            old_uses = tl.load(uses + old, mask=held, other=0.0)
+            old_seen = tl.load(seen + old, mask=held, other=0)
+            better = worth > margin * _worth(old_uses, old_seen, step, recency, IS_LRU)
+        take = may & ((old == FREE) | better)
+        evicted = take & held
+        tl.store(address + old, tl.load(host + old, mask=evicted, other=0), mask=evicted)
+        tl.store(owner + victim, tl.full([EXPERTS], -1, tl.int64), mask=take)
+        tl.store(generation + victim, tl.load(generation + victim, mask=take, other=0) + 1, mask=take)
+        tl.store(stamp + victim, tl.zeros([EXPERTS], tl.int64) + step, mask=take)
+        tl.store(taken + expert, victim, mask=take)
+        tl.store(tee + expert, base + victim * place_bytes, mask=take)
+        num_taken = tl.sum(take.to(tl.int32), 0)
+        num_evicted = tl.sum(evicted.to(tl.int32), 0)
+
+    alone = others & (wanted == 0)
+    num_hit = tl.sum(hit.to(tl.int32), 0)
+    there_alone = tl.sum((alone & (on_host == 0)).to(tl.int32), 0)
+    away_alone = tl.sum((alone & on_host).to(tl.int32), 0)
+    lane = tl.arange(0, 8)
+    more = tl.where(lane == 0, num_hit, tl.where(lane == 1, num_taken, num_miss - num_taken))
+    more = tl.where(
+        lane == 3, there_alone, tl.where(lane == 4, away_alone, tl.where(lane == 5, num_evicted, more))
+    )
+    at = counts + lane * num_rows + row
+    tl.store(at, tl.load(at, mask=lane < NUM_LANES, other=0) + more, mask=lane < NUM_LANES)
+
+
+@triton.jit(do_not_specialize=["row"])
+def _publish(taken, address, owner, row, num_experts, num_places, base, place_bytes, EXPERTS: tl.constexpr):
+    expert = tl.arange(0, EXPERTS)
+    _publish_taken(taken, address, owner, expert, row, num_experts, num_places, base, place_bytes)
+
+
 def decide(
-    tables: ResidencyTables, row: int, experts: torch.Tensor, stamping: torch.Tensor, base: int, place_bytes: int,
+    tables: ResidencyTables, row: int, experts: torch.Tensor, published: int, base: int, place_bytes: int,
     recency: float, frozen_margin: float, *, is_lru: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """See :meth:`memory.device.residency.Residency.decide`; answers [experts] int64."""
+    """See :meth:`memory.device.residency.Residency.decide`; ``published`` -1 for no row. Answers [experts] int64."""
     num_rows = tables.counts.shape[1]
     num_experts = (len(tables.address) - 1) // num_rows
+    pairs = experts.numel()
+    compares = pairs <= COMPARED_PAIRS
     tee = torch.empty(num_experts, dtype=torch.int64, device=experts.device)
+    overlap = overlaps(experts)
     _decide[(1,)](
-        experts.contiguous(), stamping, tee, tables.address, tables.host, tables.seen, tables.uses, tables.owner,
-        tables.stamp, tables.generation, tables.queue, tables.ready, tables.step, tables.demand, tables.frozen,
-        tables.taken, tables.counts, row, experts.numel(), experts.shape[1], num_experts, len(tables.owner) - 1,
-        num_rows, len(tables.queue), base, place_bytes, recency, frozen_margin, IS_LRU=is_lru,
+        experts.contiguous(), tee, tables.address, tables.host, tables.seen, tables.uses, tables.owner,
+        tables.stamp, tables.generation, tables.queue, tables.ready, tables.step, tables.stamping, tables.demand,
+        tables.frozen, tables.taken, tables.marks, tables.counts, row, pairs, published, experts.shape[1], num_experts,
+        len(tables.owner) - 1, num_rows, len(tables.queue), base, place_bytes, recency, frozen_margin, IS_LRU=is_lru,
         EXPERTS=triton.next_power_of_2(num_experts), QUEUE=triton.next_power_of_2(max(len(tables.queue), 2)),
-        PAIRS=SEEN_PAIRS, num_warps=8,
+        COMPARES=compares, PAIRS=max(8, triton.next_power_of_2(pairs)) if compares else MARKING_PAIRS,
+        OVERLAP=overlap, launch_pdl=overlap, num_warps=4,
     )  # fmt: skip
     return tee
 

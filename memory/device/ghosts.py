@@ -31,6 +31,16 @@ class Ghosts:
         """[] int64, ghosts now."""
         return self._ghost.sum()
 
+    def tables(self) -> dict[str, torch.Tensor]:
+        """The tables by the names that the fused kernel gives them."""
+        return {
+            "resident": self._resident,
+            "ghost": self._ghost,
+            "lost": self._lost,
+            "losses": self._losses,
+            "hits": self.hits,
+        }
+
     def step(self, wanted: torch.Tensor, resident: torch.Tensor, remembered: torch.Tensor) -> None:
         """Between two steps.
 

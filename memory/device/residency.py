@@ -96,6 +96,7 @@ class Residency:
         self._stamp = torch.full((num_places + 1,), -1, dtype=torch.int64, device=device)
         self._generation = torch.zeros(num_places + 1, dtype=torch.int64, device=device)
         self._step = torch.zeros((), dtype=torch.int64, device=device)
+        self._stamping = torch.zeros((), dtype=torch.int64, device=device)
         self._uses = torch.zeros(self._rows * self._experts + 1, device=device)
         self._seen = torch.full((self._rows * self._experts + 1,), -1, dtype=torch.int64, device=device)
         self._queue = torch.full((min(rules.queue_places, num_places),), num_places, device=device)
@@ -105,7 +106,21 @@ class Residency:
         self.ghosts = Ghosts(self._rows, self._experts, device)
         self.counts = torch.zeros(len(Lane), self._rows, dtype=torch.int64, device=device)
         self._ready = torch.full((len(self._queue) + 1,), num_places, dtype=torch.int64, device=device)
-        self._fused = fused.fused_tables(self.tables())
+        self._fused = fused.fused_residency(self.tables(), self.ghosts.tables(), self.fused_rules())
+
+    def fused_rules(self) -> fused.FusedRules:
+        """The rules as the kernels want them told."""
+        return fused.FusedRules(
+            base=self._base,
+            place_bytes=self._place_bytes,
+            is_lru=self._rules.policy == "lru",
+            freezes=self._rules.freezes,
+            decay=FREQUENCY_DECAY,
+            recency=RECENCY_WEIGHT,
+            frozen_margin=FROZEN_MARGIN,
+            thaw_share=THAW_SHARE,
+            ghost_shift=GHOST_SHIFT,
+        )
 
     def tables(self) -> dict[str, torch.Tensor]:
         """The tables by the names that the fused kernel gives them; each with its entry for masked writes."""
@@ -120,6 +135,7 @@ class Residency:
             "queue": self._queue,
             "ready": self._ready,
             "step": self._step,
+            "stamping": self._stamping,
             "demand": self._demand,
             "frozen": self.frozen,
             "taken": self._taken,
@@ -194,8 +210,12 @@ class Residency:
         row = torch.div(flat, self._experts, rounding_mode="floor").clamp_max(self._rows - 1)
         self.counts[Lane.RESCUED].scatter_add_(0, row, (owners >= 0).to(torch.int64))
 
-    def begin_step(self, step: int) -> None:
-        """Opens a step: ages use counts, decides on freezing, and refills the queue with the least worthy places."""
+    def begin_step(self, step: int, num_stamping: int) -> None:
+        """Opens a step whose first ``num_stamping`` tokens are stamped and may take places: ages use counts, decides on
+        freezing, and refills the queue with the least worthy places."""
+        if self._fused is not None:
+            self._fused.begin_step(step, num_stamping)
+            return
         usable = (self.owner != BANNED).sum()
         thawed = self._demand < THAW_SHARE * usable
         if self._rules.freezes:
@@ -204,6 +224,7 @@ class Residency:
         wanted = (self._seen[:-1] == self._step).view(self._rows, self._experts)
         self.ghosts.step(wanted, self.resident, usable >> GHOST_SHIFT)
         self._step.fill_(step)
+        self._stamping.fill_(num_stamping)
         self._uses *= FREQUENCY_DECAY
         worth = self.worth(self.owner)
         worth = torch.where(self.owner == FREE, -1.0, worth)
@@ -211,28 +232,21 @@ class Residency:
         order = torch.argsort(worth, stable=True)[: len(self._queue)]
         self._queue.copy_(torch.where(self.owner[order] == BANNED, self.num_places, order))
 
-    def decide(self, row: int, experts: torch.Tensor, stamping: torch.Tensor) -> torch.Tensor:
+    def decide(self, row: int, experts: torch.Tensor, published: int = -1) -> torch.Tensor:
         """Which of a layer's missing experts take a place now.
 
         Args:
             row: of the layer. experts: [tokens, experts_per_token] int64, -1 in padding.
-            stamping: [tokens] bool: rows whose experts are stamped and may take places.
+            published: row of the layer decided before, whose blocks are stored: it is published on the way. -1: none.
 
         Returns:
             [experts] int64, the address where a chosen expert's block is to be stored, 0 for nowhere.
         """
         if self._fused is not None and experts.numel() <= fused.MAX_PAIRS:
-            return fused.decide(
-                self._fused,
-                row,
-                experts,
-                stamping,
-                self._base,
-                self._place_bytes,
-                RECENCY_WEIGHT,
-                FROZEN_MARGIN,
-                is_lru=self._rules.policy == "lru",
-            )
+            return self._fused.decide(row, experts, published)
+        if published >= 0:
+            self.publish(published)
+        stamping = torch.arange(len(experts), device=experts.device) < self._stamping
         none = self.num_places
         wanted = self._distinct(experts, stamping)
         place = self._places(row)
@@ -259,7 +273,7 @@ class Residency:
     def publish(self, row: int) -> None:
         """The blocks that ``decide`` gave places are stored: their owners are entered, and addresses point to them."""
         if self._fused is not None:
-            fused.publish(self._fused, row, self._base, self._place_bytes)
+            self._fused.publish(row)
             return
         victim, none = self._taken, self.num_places
         taken = victim < none

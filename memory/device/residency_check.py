@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels.hashing import hash_blocks
+from kernels.hashing import check_next, hash_blocks
 from memory.device.residency import Residency
 
 
@@ -36,6 +36,7 @@ class ResidencyCheck:
         self._places_per_step = min(places_per_step, residency.num_places)
         self._next = torch.zeros((), dtype=torch.int64, device=grid.device)
         self._steps = torch.arange(self._places_per_step, device=grid.device)
+        self._progress = torch.zeros(2, dtype=torch.int64, device=grid.device)
         self.found = torch.zeros(3, dtype=torch.int64, device=grid.device)
 
     def step(self) -> None:
@@ -43,9 +44,25 @@ class ResidencyCheck:
         if self._places_per_step == 0:
             return
         # On the device: the host neither waits nor sends anything.
+        if self._grid.is_cuda:
+            self.step_fused()
+            return
         places = (self._next + self._steps) % self._residency.num_places
-        self._next.add_(self._places_per_step)
+        self._next.copy_((self._next + self._places_per_step) % self._residency.num_places)
         self.check(places)
+
+    def step_fused(self) -> None:
+        """The same, a launch per place."""
+        for _ in range(self._places_per_step):
+            check_next(
+                self._grid,
+                self._residency.owner,
+                self._hashes,
+                self._size_of_row,
+                self._next,
+                self._progress,
+                self.found,
+            )
 
     def check(self, places: torch.Tensor) -> None:
         """Checks ``places`` [n] int64; free and banned ones are right whatever they hold."""

@@ -58,10 +58,10 @@ def test_the_device_does_what_the_policy_says(policy: str, places: int) -> None:
     seen = 0
     frozen = set()
     for number, layers in enumerate(random_steps(places, 120)):
-        device.begin_step(number + 1)
+        device.begin_step(number + 1, 1)
         for row, keys in enumerate(layers):
             chosen = torch.from_numpy(keys % 8).unsqueeze(0)
-            device.decide(row, chosen, torch.ones(1, dtype=torch.bool))
+            device.decide(row, chosen)
             device.publish(row)
         hits = pure.step(layers)
         total = int(device.counts[0].sum())

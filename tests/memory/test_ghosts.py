@@ -68,9 +68,9 @@ def misses(tables: Residency, steps: list[torch.Tensor], first: int = 0) -> int:
     """Decode misses of the steps; numbers go on from ``first``."""
     before = tables.counts[[Lane.TEE, Lane.IN_PLACE]].sum()
     for number, step in enumerate(steps, start=first + 1):
-        tables.begin_step(number)
+        tables.begin_step(number, 1)
         for row in range(ROWS):
-            tables.decide(row, step[row : row + 1], torch.ones(1, dtype=torch.bool))
+            tables.decide(row, step[row : row + 1])
             tables.publish(row)
     return int(tables.counts[[Lane.TEE, Lane.IN_PLACE]].sum() - before)
 
@@ -97,18 +97,18 @@ def test_a_ban_makes_ghosts_and_a_place_ends_them() -> None:
     tables = residency(16, "lru")
     step = [torch.arange(4).expand(ROWS, 4)]
     misses(tables, step)
-    tables.begin_step(2)
+    tables.begin_step(2, 1)
     assert int(tables.ghosts.num) == 0
     for block in encode_places([PlaceRange(0, 14)], []):
         tables.apply(block)
-    tables.begin_step(3)
+    tables.begin_step(3, 1)
     assert int(tables.ghosts.num) == 1, "two usable places: one loss is remembered"
     for block in encode_places([], [PlaceRange(0, 14)]):
         tables.apply(block)
-    tables.begin_step(4)
+    tables.begin_step(4, 1)
     assert int(tables.ghosts.num) == 3, "sixteen usable places: the three last losses are"
     misses(tables, step, 4)
-    tables.begin_step(6)
+    tables.begin_step(6, 1)
     assert int(tables.ghosts.num) == 0
     assert int(tables.ghosts.hits.sum()) == 3
 
@@ -122,9 +122,9 @@ def test_prefill_neither_hits_ghosts_nor_makes_them() -> None:
     for block in encode_places([], [PlaceRange(0, 16)]):
         tables.apply(block)
     for number in (2, 3, 4):
-        tables.begin_step(number)
+        tables.begin_step(number, 0)
         for row in range(ROWS):
-            tables.decide(row, step[row : row + 1], torch.zeros(1, dtype=torch.bool))
+            tables.decide(row, step[row : row + 1])
             tables.publish(row)
     assert int(tables.ghosts.hits.sum()) == 0
     assert int(tables.counts[Lane.PREFILL_IN_PLACE].sum()) == 3 * ROWS * 4

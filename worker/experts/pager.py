@@ -56,8 +56,6 @@ class ExpertPager:
         self._residency: Residency | None = None
         self._rescuer: Rescuer | None = None
         self._check: ResidencyCheck | None = None
-        self._num_stamping = torch.zeros((), dtype=torch.int64)
-        self._token = torch.zeros(0, dtype=torch.int64)
         self._still = False
         self._ring: PassRing | None = None
         self.link: ExpertLink | None = None
@@ -99,7 +97,6 @@ class ExpertPager:
             self.host.block_bytes,
             self.options.checked_places,
         )
-        self._num_stamping = torch.zeros((), dtype=torch.int64, device=device)
 
     def begin_step(
         self, step: int, commands: StepCommands, num_stamping: int, uploads: Uploads | None = None
@@ -111,13 +108,12 @@ class ExpertPager:
         assert self._rescuer is not None
         blocks = list(encode_places(ban, allow))
         if uploads is None:
-            blocks = [block.to(self._num_stamping.device) for block in blocks]
+            blocks = [block.to(residency.owner.device) for block in blocks]
         else:
             blocks = [uploads.put(block.numpy()) for block in blocks]
             uploads.flush()
         self._rescuer.apply(blocks)
-        residency.begin_step(step)
-        self._num_stamping.fill_(num_stamping)
+        residency.begin_step(step, num_stamping)
 
     def run(
         self,
@@ -130,14 +126,12 @@ class ExpertPager:
         activation: GatedActivation,
     ) -> torch.Tensor:
         """One layer, the tee lane: misses are computed from host memory, stored where they get a place, and published
-        behind the layer's combine."""
+        behind the layer's combine, by the next layer's decision."""
         residency = self.residency
         if self._ring is not None:
             return self._run_pass(self._ring, row, x, weights, experts, where, inner, activation)
-        if len(self._token) < len(x):
-            self._token = torch.arange(2 * len(x), device=x.device)
-        stamping = self._token[: len(x)] < self._num_stamping
-        tee = None if self._still else residency.decide(row, experts, stamping)
+        # A layer's blocks are stored when the next one decides: it enters their owners without a launch of its own.
+        tee = None if self._still else residency.decide(row, experts, row - 1)
         out = run_experts(
             x,
             weights,
@@ -149,9 +143,8 @@ class ExpertPager:
             tee,
             self.options.deterministic,
         )
-        if tee is None:
-            return out
-        residency.publish(row)
+        if tee is not None and row == len(self.host.layers) - 1:
+            residency.publish(row)
         return out
 
     def _run_pass(

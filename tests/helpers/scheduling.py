@@ -153,6 +153,7 @@ def make_desk(
     host_tier_bytes: int = 0,
     pass_tokens: int = 0,
     ring: RingRule | None = None,
+    chunk_tokens: int = 1024,
 ) -> Desk:
     """``ledger`` is one of LEDGERS; the free lists know no prefix cache."""
     arena_bytes -= arena_bytes % 128
@@ -183,6 +184,7 @@ def make_desk(
         checkpoint_tokens=128,
         pass_tokens=pass_tokens,
         ring=ring,
+        chunk_tokens=chunk_tokens,
     )
     scheduler = Scheduler(book, limits, forecast, grammars)
     loop = EngineLoop(scheduler, book, runner, overlap=overlap, audit=True)

@@ -1,4 +1,4 @@
-"""Paged attention by FlashAttention 2 or 3: one call for rows of one token, whose keys it shares out, one for others."""
+"""Paged attention by FlashAttention 2 or 3: rows of one token, whose keys it shares out, and others in a call each."""
 
 from __future__ import annotations
 

@@ -38,6 +38,8 @@ class Limits:
         seed: of requests that name none.
         pass_tokens: most tokens of a prefill pass, which waiting prompts share and which runs beside decode steps; 0:
             prompts are computed in steps.
+        chunk_tokens: most prompt tokens of a step in which rows decode: more hold running streams up, and cost
+            more than in several steps, whose decode rows leave room in the matrix units.
         mixed_tokens: with passes, chunks of no more tokens than this in all are computed beside decode rows.
         ring: of a pass, which streams missing experts through expert places; None: they are read where they are.
     """
@@ -51,6 +53,7 @@ class Limits:
     checkpoint_tokens: int = 1024
     seed: int = 0
     pass_tokens: int = 0
+    chunk_tokens: int = 1024
     mixed_tokens: int = 8
     ring: RingRule | None = None
 

@@ -192,8 +192,10 @@ class Scheduler:
         chunks: list[tuple[int, int]] = []
         started: list[tuple[int, int]] = []
         if not self._passes.is_open:
-            room = self.limits.pass_tokens if by_pass else most - len(decode)
-            budget = StepBudget(room, self.limits.max_running - len(decode))
+            beside = min(most - len(decode), self.limits.chunk_tokens) if len(decode) else most
+            budget = StepBudget(
+                self.limits.pass_tokens if by_pass else beside, self.limits.max_running - len(decode)
+            )
             chunks = self._choose_chunks(prefill, budget)
             started = self._admit(step, budget)
         # A row chosen early may have been sent back for a later one.

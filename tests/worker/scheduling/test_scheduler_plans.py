@@ -126,6 +126,17 @@ def test_running_answers_go_on_while_a_long_prompt_is_computed() -> None:
     assert len(desk.tokens("a")) == before + turns
 
 
+def test_running_answers_are_not_held_up_by_whole_prompts() -> None:
+    desk = make_desk(max_step_tokens=200, chunk_tokens=50, prefix_cache=False)
+    desk.ask("a", range(5), **ENDLESS)
+    desk.ask("b", range(150), **ENDLESS)
+    assert desk.step()[0].num_tokens == 155, "nobody decodes yet"
+    desk.ask("c", range(60), **ENDLESS)
+    desk.ask("d", range(60), **ENDLESS)
+    lengths = [plan.query_len.tolist() for plan in desk.step(3)]
+    assert lengths == [[1, 1, 50], [1, 1, 10, 40], [1, 1, 1, 20]]
+
+
 def test_a_long_prompt_does_not_starve_behind_short_ones() -> None:
     desk = make_desk(max_running=2, max_step_tokens=32)
     desk.ask("first", range(30), max_tokens=3, ignore_eos=True)

@@ -142,8 +142,15 @@ FAULTS = [
     Fault(
         "operations: a flush flushes nothing",
         "worker.engines.native",
-        old="self._flushes.popleft().set_result(self._ledger.shed(everything))",
-        new="self._flushes.popleft().set_result(len(everything))",
+        old="self._flushes.popleft().set_result(self._ledger.flush())",
+        new="self._flushes.popleft().set_result(1)",
         tests=("tests/worker/test_prefix_flush.py::test_a_flush_frees_every_page_that_no_request_uses",),
+    ),
+    Fault(
+        "operations: a flush leaves the host tier",
+        "memory.ledger.ledger",
+        old="freed + (self._spill.clear() if self._spill is not None else 0)",
+        new="freed",
+        tests=("tests/memory/test_spill.py",),
     ),
 ]

@@ -129,6 +129,10 @@ class HostTier:
             raise LedgerError(f"host tier: drop of {group} page {virtual}, which is pinned")
         self._remove(group, virtual)
 
+    def pinned(self, group: str, virtual: int) -> bool:
+        """Whether a copy uses the slot of a page that is here."""
+        return self._entries[group][virtual].pins > 0
+
     def pin(self, group: str, virtual: int) -> None:
         """A copy reads or writes the slot: the page stays until as many unpins. LedgerError if it is not here."""
         entry = self._entries[group].get(virtual)

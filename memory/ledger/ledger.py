@@ -359,6 +359,11 @@ class ArenaLedger:
             return 0
         return self._cache.evict({self._book.number[name]: num_bytes for name, num_bytes in need.items()})
 
+    def flush(self) -> int:
+        """Lets every cached prefix go that no request uses, here and in the host tier; answers the bytes."""
+        freed = self.shed(dict.fromkeys(self.specs, self.headroom().arena_bytes))
+        return freed + (self._spill.clear() if self._spill is not None else 0)
+
     def prefix_reading(self) -> PrefixReading:
         """The prefix side's totals for the market."""
         return self._cache.reading() if self._cache is not None else PrefixReading(0.0, 0.0, 0, 0)

@@ -67,6 +67,7 @@ class HostSpill:
             tuple[int, int, int]
         ] = []  # (group, id, virtual page): copies back, until handed out
         self._busy: deque[tuple[int, list[tuple[int, int]]]] = deque()  # (step, slots its copies use)
+        self._leaving: set[tuple[int, int]] = set()  # (group, id): forgotten while a copy used the slot
         self._stored_bytes = self._brought_bytes = 0
 
     # -- to the host ---------------------------------------------------------------------------------------------
@@ -217,6 +218,23 @@ class HostSpill:
         while self._busy and self._busy[0][0] <= completed_step:
             for group, number in self._busy.popleft()[1]:
                 self.tier.unpin(self._names[group], number)
+                if (group, number) in self._leaving and not self.tier.pinned(self._names[group], number):
+                    self._leaving.remove((group, number))
+                    self.tier.drop(self._names[group], number)
+
+    def clear(self) -> int:
+        """Forgets every content that lies here, answers the bytes. A slot that a copy uses empties when it has run."""
+        freed = 0
+        for group, name in enumerate(self._names):
+            self._ids[group].clear()
+            for number in self._keys[group]:
+                freed += self._book.pools[group].page_bytes
+                if self.tier.pinned(name, number):
+                    self._leaving.add((group, number))
+                else:
+                    self.tier.drop(name, number)
+            self._keys[group].clear()
+        return freed
 
     def _store(self, group: int, key: Key) -> int | None:
         """A pinned slot for a content, others put out for it if need be; None where the tier has none."""

@@ -100,6 +100,40 @@ WORKER_COUNTERS: Mapping[Metric, Callable[[WorkerSnapshot], float]] = {
     ),
 }
 
+WORKER_EXTRAS: Mapping[Metric, str] = {
+    Metric(
+        "headroom.worker.replayed_decode_steps", "counter", "", "Decode steps by CUDA graph.", ("worker",)
+    ): ("graph.replayed_decode_steps"),
+    Metric(
+        "headroom.worker.eager_decode_steps", "counter", "", "Decode steps without a graph.", ("worker",)
+    ): ("graph.eager_decode_steps"),
+    Metric(
+        "headroom.worker.replayed_mixed_steps", "counter", "", "Steps with prefill by graph.", ("worker",)
+    ): ("graph.replayed_mixed_steps"),
+    Metric("headroom.worker.eager_mixed_steps", "counter", "", "Such steps without a graph.", ("worker",)): (
+        "graph.eager_mixed_steps"
+    ),
+    Metric("headroom.worker.expert_places", "gauge", "", "Places for experts in the arena.", ("worker",)): (
+        "expert_places"
+    ),
+    Metric("headroom.worker.experts_resident", "gauge", "", "Experts that have a place.", ("worker",)): (
+        "experts_resident"
+    ),
+    Metric(
+        "headroom.worker.expert_evictions", "counter", "", "Experts that lost their place.", ("worker",)
+    ): ("expert_evictions"),
+    Metric(
+        "headroom.worker.expert_ghosts", "gauge", "", "Experts whose place was lost lately.", ("worker",)
+    ): ("expert_ghosts"),
+    Metric("headroom.worker.expert_ghost_hits", "counter", "", "Misses of such experts.", ("worker",)): (
+        "expert_ghost_hits"
+    ),
+    Metric(
+        "headroom.worker.expert_in_place", "counter", "By", "Experts read from host memory.", ("worker",)
+    ): ("expert_bytes_in_place"),
+}
+"""By the key in ``WorkerSnapshot.extra``. A worker that reports no such key has no series: no data is not zero."""
+
 ROUTER_METRICS = (
     REQUESTS,
     RETRIES,
@@ -112,7 +146,7 @@ ROUTER_METRICS = (
     OPEN,
     WORKERS,
 )
-TABLE = (*ROUTER_METRICS, *WORKER_GAUGES, *WORKER_COUNTERS)
+TABLE = (*ROUTER_METRICS, *WORKER_GAUGES, *WORKER_COUNTERS, *WORKER_EXTRAS)
 
 
 _UNITS = {"s": "_seconds", "By": "_bytes", "": ""}
@@ -191,7 +225,15 @@ class RouterMetrics:
         }
         for metric, value in (*WORKER_GAUGES.items(), *WORKER_COUNTERS.items()):
             observed[metric] = of_workers(value)
+        for metric, key in WORKER_EXTRAS.items():
+            observed[metric] = _extra(facts, key)
         return observed
+
+
+def _extra(facts: RouterFacts, key: str) -> Callable[[], Iterable[Observation]]:
+    return lambda: [
+        Observation(s.extra[key], {"worker": name}) for name, s in facts.snapshots().items() if key in s.extra
+    ]
 
 
 def _callback(

@@ -128,8 +128,11 @@ class LedgerMachine(RuleBasedStateMachine):
             self.world.unpin(data.draw(st.sampled_from(self.world.pins)))
 
     def _shed(self, data: st.DataObject) -> None:
-        num_bytes = data.draw(st.sampled_from([256, 4096]))
-        self.ledger.shed({spec.name: num_bytes for spec in self.world.specs})
+        num_bytes = data.draw(st.sampled_from([256, 4096, None]))
+        if num_bytes is None:
+            self.ledger.flush()
+        else:
+            self.ledger.shed({spec.name: num_bytes for spec in self.world.specs})
 
     def _ban(self, data: st.DataObject) -> None:
         ring = self.ledger.take_ring(data.draw(st.integers(1, 6)))

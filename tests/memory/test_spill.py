@@ -31,3 +31,31 @@ def test_a_prefix_comes_back_only_where_that_is_quicker(num_tokens: int, comes_b
     ledger.shed({spec.name: 1 << 60 for spec in specs})
     ledger.begin_step(4, 3)
     assert ledger.match([*tokens, 7]).num_tokens == comes_back
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_a_flush_empties_the_host_tier_too_at_once_or_when_its_copies_have_run(in_flight: bool) -> None:
+    specs = [full_spec(64)]
+    page = specs[0].page_bytes
+    ledger = small_ledger(specs, 16 * page, cached=True, host_bytes=16 * page)
+    tokens = list(range(128))
+
+    ledger.begin_step(0, -1)
+    assert isinstance(ledger.grant(PageAsk(1, 128)), Grant)
+    ledger.commit_step(0)
+    ledger.end_step(0)
+    ledger.release(1, tokens, 128)
+    ledger.begin_step(1, 0)
+    ledger.commit_step(1)
+    if not in_flight:
+        ledger.end_step(1)
+    assert ledger.report()["host_tier"]["used_bytes"] == 2 * page
+    assert ledger.flush() == 4 * page, "two pages in the arena, two in the host tier"
+    assert ledger.report()["host_tier"]["used_bytes"] == (2 * page if in_flight else 0)
+    ledger.audit()
+    assert ledger.match([*tokens, 7]).num_tokens == 0
+    if in_flight:
+        ledger.end_step(1)
+    assert ledger.report()["host_tier"]["used_bytes"] == 0
+    ledger.audit()
+    assert ledger.flush() == 0

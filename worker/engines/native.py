@@ -232,8 +232,8 @@ class NativeEngine:
             return self._arena_report
 
     def flush_prefix_cache(self) -> int:
-        """Lets every cached prefix go that no request uses; answers the bytes. Waits for the loop to turn: EngineDead
-        where it does not."""
+        """Lets every cached prefix go that no request uses, in the arena and in the host tier; answers the bytes of
+        both. Waits for the loop to turn: EngineDead where it does not."""
         flushed: Future[int] = Future()
         with self._changed:
             if self._error or self._closed:
@@ -335,10 +335,7 @@ class NativeEngine:
                 return False
             changed = self._has_orders()
             while self._flushes:
-                everything = {
-                    spec.name: self._ledger.headroom().arena_bytes for spec in self._runner.page_specs
-                }
-                self._flushes.popleft().set_result(self._ledger.shed(everything))
+                self._flushes.popleft().set_result(self._ledger.flush())
             while self._submitted:
                 self._scheduler.submit(self._submitted.popleft())
             events: list[TokenEvent] = []

@@ -6,12 +6,17 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.decode_soak import growth
-from benchmarks.http_throughput import figures, write_tokenizer
+from benchmarks.decode_speed import Case, DecodeTable
+from benchmarks.gpu_engine import RoutedAlike, random_prompts
+from benchmarks.http_throughput import ModelServer, figures, write_tokenizer
+from benchmarks.model_tables import Rates, Run
 from benchmarks.offline_throughput import Stream
-from benchmarks.prefill_speed import prefill_flops
+from benchmarks.prefill_speed import PrefillTable, prefill_flops
 from benchmarks.shapes import QUANTIZATION, shape_config, shape_folder, shape_geometry
+from benchmarks.speed_tables import CostTable
 from benchmarks.step_profile import Kernel, breakdown, heaviest, part_of
 from benchmarks.streaming.closed_loop import Answered
 from worker.config import WorkerConfig
@@ -81,6 +86,71 @@ def test_a_client_counts_what_it_saw() -> None:
     assert stream.first_s == 0.5
     assert stream.gaps_s == pytest.approx([0.05] * 4)
     assert growth([100, 90, 102]) == pytest.approx(0.02)
+
+
+def test_a_server_that_ends_is_told_with_its_output(tmp_path: Path) -> None:
+    server = ModelServer("default", {}, tmp_path, module="json.tool")  # ends: its arguments are no files
+    with pytest.raises(RuntimeError, match="behind default ended with 2"):
+        server.wait(20.0)
+    server.close()
+    assert "usage" in (tmp_path / "default.log").read_text()
+
+
+def test_tables_name_what_fits_and_what_deterministic_mode_costs() -> None:
+    geometry = shape_geometry(shape_folder("qwen3-30b-a3b", "bf16"))
+    table = DecodeTable()
+    cases = table.cases(geometry, 72_000_000_000)
+    assert Case(64, "8k") in cases
+    assert Case(256, "8k") not in cases
+    needs = table.needs(geometry, 72_000_000_000)
+    assert needs.batches == (1, 4, 16, 64, 256)
+    assert needs.arena_bytes > 64 * 8192 * 98304
+    assert PrefillTable().needs(geometry, 0).chunks == (1024, 8192, 8192)
+    table.rows.append({"case": "m.bf16.b64.c1k", "tokens_per_s": 4000.0})
+    costs = CostTable(table, ["m.bf16"])
+    assert costs.cost("m.bf16.b64.c1k", {"tokens_per_s": 3000.0}) == pytest.approx(0.25)
+    assert costs.cost("other", {"tokens_per_s": 3000.0}) is None
+
+
+def test_a_model_that_fails_is_noted_and_the_others_go_on(tmp_path: Path) -> None:
+    seen = []
+
+    class Measured(Run):
+        def _measure(self, name: str) -> None:
+            seen.append(name)
+            if name == "a.bf16":
+                raise ValueError("no")
+            self.tables[0].rows.append({"case": name, "share": 0.5})  # type: ignore[attr-defined]
+
+    run = Measured([DecodeTable()], Rates(4e12, 8e14), tmp_path)
+    run.measure(["a.bf16", "b.bf16", "c.bf16"])
+    assert seen == ["a.bf16", "b.bf16", "c.bf16"]
+    written = json.loads((tmp_path / "decode_speed.json").read_text())
+    assert written["figures"] == {"b.bf16.share": 0.5, "c.bf16.share": 0.5}
+    assert written["notes"][-1] == "a.bf16 failed: ValueError: no"
+    assert written["conditions"]["commit"]
+
+
+def test_experts_are_drawn_by_place_and_counted() -> None:
+    choices = torch.tensor([[0, 1], [1, 2], [5, 0]])
+    taken: list[torch.Tensor] = []
+
+    def experts(x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        taken.append(chosen)
+        return x
+
+    layer = RoutedAlike(experts, choices)
+    layer(torch.zeros(2, 4), torch.ones(2, 2), torch.full((2, 2), 7))
+    assert taken[0].tolist() == [[0, 1], [1, 2]]
+    assert [layer.distinct(rows) for rows in (1, 2, 3)] == [2, 3, 4]
+    many = RoutedAlike(experts, choices.repeat(100, 1))
+    given = torch.zeros(300, 2, dtype=torch.int64)
+    given[299] = -1
+    many(torch.zeros(300, 4), torch.ones(300, 2), given)
+    assert taken[1][298].tolist() == [1, 2]
+    assert taken[1][299].tolist() == [-1, -1], "padding takes experts"
+    assert random_prompts(2, 5, 3000) == random_prompts(2, 5, 3000)
+    assert min(min(prompt) for prompt in random_prompts(4, 50, 3000)) >= 1000
 
 
 def test_every_random_id_has_a_text(tmp_path: Path) -> None:

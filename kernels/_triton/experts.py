@@ -282,7 +282,7 @@ def run_experts(
         [tokens, H] in x's dtype; padding rows are zero.
     """
     tokens, width = x.shape
-    if not (deterministic or tiles) and experts_wide.serves(block, *experts.shape, table.shape[0]):
+    if not (deterministic or tiles) and experts_wide.serves(block, tokens, experts.shape[1], len(table)):
         return experts_wide.run_experts(
             x, weights, experts, table, block, inner, activation, limit, alpha, tee
         )

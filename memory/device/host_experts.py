@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +11,10 @@ import torch
 
 from kernels.hashing import hash_blocks
 from memory.api import PAGE_ALIGN_BYTES, align_bytes
-from memory.device.host_region import HostRegion, pin, unpin
+from memory.device.host_region import HostRegion, pin, populate, unpin
+
+HASHED_BLOCKS = 16
+"""Blocks of a layer that are hashed at once: their words are held twice meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +33,14 @@ class HostExperts:
         block_bytes: per row.
         num_experts: of the layer that has most; tables have so many columns.
         hashes: [rows, num_experts] int64, each block's hash at load.
+        pinning_s: seconds that :meth:`pin` took.
     """
 
     def __init__(self, blocks: Mapping[int, LayerBlocks], shared_name: str | None = None) -> None:
         """Takes the memory; with ``shared_name`` the region of that name, which may be filled already."""
         if not blocks:
             raise ValueError("a host store needs at least one layer with experts")
+        self.pinning_s = 0.0
         self.layers = tuple(sorted(blocks))
         self._blocks = [blocks[layer] for layer in self.layers]
         self.block_bytes = tuple(entry.block_bytes for entry in self._blocks)
@@ -74,6 +80,16 @@ class HostExperts:
         first = self._first[row] + expert * size
         return self._region.data[first : first + size]
 
+    def fill(self, layer: int, blocks: torch.Tensor) -> None:
+        """Takes a layer's blocks, [experts, block_bytes] uint8 on any device, and enters their hashes."""
+        row = self._row[layer]
+        size, count = self.block_bytes[row], self._blocks[row].num_experts
+        target = self._region.data[self._first[row] : self._first[row] + count * size].view(count, size)
+        target.copy_(blocks)
+        for start in range(0, count, HASHED_BLOCKS):
+            part = slice(start, min(start + HASHED_BLOCKS, count))
+            self.hashes[row, part] = hash_blocks(blocks[part]).to(self.hashes.device)
+
     def seal(self, layer: int, expert: int) -> None:
         """Enters the hash of a block that was filled."""
         self.hashes[self._row[layer], expert] = hash_blocks(self.block(layer, expert))
@@ -83,8 +99,12 @@ class HostExperts:
         self._region.complete()
 
     def pin(self) -> str | None:
-        """Makes the blocks readable by the GPU in place for this store's life; None, or why it cannot be."""
+        """Makes the blocks readable by the GPU in place for this store's life; None, or why it cannot be. Before they
+        are filled: what is copied there is then copied at the link's rate."""
+        started_s = time.perf_counter()
+        populate(self._region.data)
         reason = pin(self._region.data)
+        self.pinning_s = time.perf_counter() - started_s
         if reason is None:
             # Before the mapping goes: its addresses could not be pinned again, and the next store may get them.
             weakref.finalize(self, unpin, self._region.data)

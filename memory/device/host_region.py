@@ -7,20 +7,29 @@ complete; others wait for that and map it; it outlives a replica's restart, and 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import logging
 import mmap
 import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
 import torch
+
+from memory.device.huge_pages import ask_for_huge_pages
 
 log = logging.getLogger(__name__)
 
 SHARED_FOLDER = Path("/dev/shm")
 _HEADER_BYTES = 4096
 _COMPLETE = b"headroom experts, complete"
+_MADV_POPULATE_WRITE = 23
+POPULATED_BYTES = 1 << 28
+"""What a thread lays out at a time."""
+MAX_POPULATING = 16
 
 
 class HostRegion:
@@ -97,6 +106,25 @@ def remove_shared(name: str) -> bool:
     except FileNotFoundError:
         return False
     return True
+
+
+def populate(data: torch.Tensor) -> bool:
+    """Lays out the pages of host memory before they are used, by several threads, in huge pages where the machine gives
+    them: a driver that pins does so one by one. What lies there is left alone. False where the system does not know
+    how; the pages then come as they are touched."""
+    if sys.platform != "linux" or data.numel() == 0:
+        return False
+    ask_for_huge_pages(data)
+    first = data.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    last = -(-(data.data_ptr() + data.numel()) // mmap.PAGESIZE) * mmap.PAGESIZE
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+    def lay_out(start: int) -> bool:
+        return bool(madvise(start, min(POPULATED_BYTES, last - start), _MADV_POPULATE_WRITE) == 0)
+
+    with ThreadPoolExecutor(min(MAX_POPULATING, os.cpu_count() or 1)) as threads:
+        return all(threads.map(lay_out, range(first, last, POPULATED_BYTES)))
 
 
 def pin(data: torch.Tensor) -> str | None:

@@ -16,7 +16,7 @@ from kernels.experts import copy_blocks
 from kernels.hashing import hash_blocks
 from memory.device import host_experts
 from memory.device.host_experts import HostExperts, LayerBlocks
-from memory.device.host_region import SHARED_FOLDER, remove_shared
+from memory.device.host_region import SHARED_FOLDER, HostRegion, populate, remove_shared
 
 BLOCKS = {1: LayerBlocks(4, 384), 5: LayerBlocks(2, 128)}
 
@@ -50,6 +50,23 @@ def test_blocks_lie_one_behind_the_other_without_a_byte_between() -> None:
         assert int(addresses[host.row(layer), expert]) == host.block(layer, expert).data_ptr()
         assert int(host.hashes[host.row(layer), expert]) == int(hash_blocks(host.block(layer, expert)))
         assert host.block(layer, expert).unique().tolist() == [7 + expert]
+
+
+def test_a_layer_is_taken_at_once_with_its_hashes() -> None:
+    host, other = HostExperts(BLOCKS), HostExperts(BLOCKS)
+    fill(other, 3)
+    for layer, entry in BLOCKS.items():
+        blocks = [other.block(layer, expert) for expert in range(entry.num_experts)]
+        host.fill(layer, torch.stack(blocks))
+        assert all(torch.equal(host.block(layer, expert), block) for expert, block in enumerate(blocks))
+    assert torch.equal(host.hashes, other.hashes)
+
+
+def test_laying_pages_out_leaves_what_is_there() -> None:
+    data = HostRegion(3 << 20).data
+    data[5::4099] = 9
+    populate(data)
+    assert int((data != 0).sum()) == len(data[5::4099])
 
 
 def test_blocks_must_be_whole_lines() -> None:

@@ -57,38 +57,42 @@ class PagedFactory:
             self._pager = ExpertPager(self._open_store(source.device), self._options)
         host = self._pager.host
         if not host.is_filled:
-            made_up = made_up_blocks(experts, source)
-            for expert in range(experts.num_experts):
-                block = host.block(experts.layer, expert)
-                if made_up is None:
-                    experts.format.pack(experts.read(expert), experts.shape, block)
-                else:
-                    block.copy_(made_up[expert])
-                host.seal(experts.layer, expert)
+            self._fill(host, experts, source)
         inner = experts.shape.intermediate_size
         return PagedExperts(self._pager, experts.layer, block_format(layout), inner, experts.activation)
 
+    def _fill(self, host: HostExperts, experts: ExpertLayer, source: WeightSource) -> None:
+        made_up = made_up_blocks(experts, source)
+        if made_up is not None:
+            host.fill(experts.layer, made_up)
+            return
+        for expert in range(experts.num_experts):
+            experts.format.pack(experts.read(expert), experts.shape, host.block(experts.layer, expert))
+            host.seal(experts.layer, expert)
+
     def _open_store(self, device: torch.device) -> HostExperts:
-        """Takes the host's memory, once it is clear that the machine has it."""
+        """Takes the host's memory, once it is clear that the machine has it, and pins it for a GPU. ConfigError where
+        that cannot be."""
         num_bytes = sum(entry.num_experts * entry.block_bytes for entry in self._blocks.values())
         fits, sentence = store_plan(num_bytes, *pinnable_bytes(), on_gpu=device.type == "cuda")
         # A shared store may be there already, and then takes nothing of what is left.
         if not fits and self._shared_name is None:
             raise ConfigError([f"experts='paged': {sentence}"])
         log.info("%s", sentence)
-        return HostExperts(self._blocks, self._shared_name)
+        host = HostExperts(self._blocks, self._shared_name)
+        if device.type == "cuda":
+            if (reason := host.pin()) is not None:
+                raise ConfigError([f"experts='paged': {reason}"])
+            log.info("host store: laid out and pinned in %.1f s", host.pinning_s)
+        return host
 
     def finish(self, device: torch.device) -> ExpertPager:
-        """The pager, all layers read. ConfigError for a model without routed experts, or when the host's memory cannot
-        be pinned for a GPU."""
+        """The pager, all layers read. ConfigError for a model without routed experts."""
         if self._pager is None:
             raise ConfigError(
                 ["experts='paged': this model has no routed experts; experts=resident serves it"]
             )
-        host = self._pager.host
-        host.complete()
-        if device.type == "cuda" and (reason := host.pin()) is not None:
-            raise ConfigError([f"experts='paged': {reason}"])
+        self._pager.host.complete()
         return self._pager
 
 

@@ -188,13 +188,19 @@ class GpuBench:
         return 0.0 if graphs is None else median_s(lambda: graphs.replay(rows, context), 20)
 
     def read_bytes(self, distinct: float, context: float, batch: int) -> float:
-        """Bytes that one decode step reads at least: dense weights, ``distinct`` experts of each layer, KV."""
+        """Bytes that one decode step reads at least: dense weights, ``distinct`` experts of each layer, KV; states are
+        read and written."""
         shape = self.geometry
         dense = shape.dense_read_bytes(find_format("bf16"))
-        states = 2 * batch * shape.state_bytes  # read and written
-        kv = batch * (context * shape.full_kv_bytes() + shape.window_kv_bytes(context=int(context)))
         experts = shape.expert_bytes(self.format)
-        return step_read_bytes(dense, shape.num_moe_layers, distinct, experts, kv) + states
+        held = self.held_bytes(context, batch)
+        return step_read_bytes(dense, shape.num_moe_layers, distinct, experts, held)
+
+    def held_bytes(self, context: float, batch: int) -> float:
+        """The part of it that requests hold: KV and states."""
+        shape = self.geometry
+        kv = context * shape.full_kv_bytes() + shape.window_kv_bytes(context=int(context))
+        return batch * (kv + 2 * shape.state_bytes)
 
 
 def num_claiming(bench: GpuBench, rows: int, context: int) -> int:

@@ -135,15 +135,15 @@ def test_experts_are_drawn_by_place_and_counted() -> None:
     choices = torch.tensor([[0, 1], [1, 2], [5, 0]])
     taken: list[torch.Tensor] = []
 
-    def experts(x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        taken.append(chosen)
+    def real(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        taken.append(experts)
         return x
 
-    layer = RoutedAlike(experts, choices)
+    layer = RoutedAlike(real, choices)
     layer(torch.zeros(2, 4), torch.ones(2, 2), torch.full((2, 2), 7))
     assert taken[0].tolist() == [[0, 1], [1, 2]]
     assert [layer.distinct(rows) for rows in (1, 2, 3)] == [2, 3, 4]
-    many = RoutedAlike(experts, choices.repeat(100, 1))
+    many = RoutedAlike(real, choices.repeat(100, 1))
     given = torch.zeros(300, 2, dtype=torch.int64)
     given[299] = -1
     many(torch.zeros(300, 4), torch.ones(300, 2), given)

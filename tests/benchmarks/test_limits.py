@@ -126,3 +126,14 @@ def test_benchmarks_limits_hands_on_every_limit_itself() -> None:
     }
     assert set(named_place.__all__) == public
     assert all(getattr(named_place, name) is getattr(limits, name) for name in public)
+
+
+def test_mixed_steps_hide_the_shorter_of_weights_and_prompts() -> None:
+    # Qwen3.5-4B, 1,024 in, 256 out, 64 rows: weights 9.3 GB, KV and states 9.0 GB, prompts 8.4 TFLOP at 740 TFLOP/s.
+    weights_s, state_s, prompt_s = 9.3e9 / H200, 9.0e9 / H200, 8.4e12 / 740e12
+    mixed = limits.mixed_steps_tokens_per_s(weights_s, state_s, prompt_s, 64, 256)
+    assert mixed == pytest.approx(1 / (prompt_s / 256 + state_s / 64))
+    assert 12_500 < mixed < 13_500
+    assert limits.mixed_steps_tokens_per_s(weights_s, state_s, 0.0, 64, 256) == pytest.approx(
+        64 / (weights_s + state_s)
+    )

@@ -101,6 +101,22 @@ def foresight_step_s(resident_s: float, miss_bytes: float, link_bytes_per_s: flo
     return max(resident_s, miss_bytes / link_bytes_per_s)
 
 
+def mixed_steps_tokens_per_s(
+    weights_s: float, state_s: float, prompt_s: float, num_rows: int, num_output: float
+) -> float:
+    """Output tokens per second when prompts are computed in the same steps as decode rows, so that reading the weights
+    hides behind the prompts' operations or these behind the reading; KV and states are read beside either.
+
+    ``1 / (max(weights_s / num_rows, prompt_s / num_output) + state_s / num_rows)``
+
+    Args:
+        weights_s, state_s: of one decode step, seconds to read weights, and to read KV and states.
+        prompt_s: seconds of one prompt's operations.
+        num_rows: decode rows of a step. num_output: output tokens of a request.
+    """
+    return 1.0 / (max(weights_s / num_rows, prompt_s / num_output) + state_s / num_rows)
+
+
 def batch_limit_by_slots(num_resident: int, experts_per_token: int) -> int:
     """The old rule: with fixed slots per layer at most ``K // experts_per_token`` requests a step, since all experts
     of a step had to be resident at once. Headroom has no such limit; the figure is for comparison."""

@@ -361,7 +361,7 @@ class ArenaLedger:
 
     def flush(self) -> int:
         """Lets every cached prefix go that no request uses, here and in the host tier; answers the bytes."""
-        freed = self.shed(dict.fromkeys(self.specs, self.headroom().arena_bytes))
+        freed = self.shed(dict.fromkeys(self._book.number, self.headroom().arena_bytes))
         return freed + (self._spill.clear() if self._spill is not None else 0)
 
     def prefix_reading(self) -> PrefixReading:

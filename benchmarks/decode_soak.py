@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.report import Conditions, Report, publish, report_parser
+from benchmarks.report import Conditions, Report, Value, publish, report_parser
 from demo.packing import restore
 from worker.api import GenerateRequest, SamplingParams
 from worker.config import WorkerConfig
@@ -52,21 +52,27 @@ async def _one(engine: NativeEngine, name: str, chance: random.Random, shared: l
         await asyncio.sleep(0.02)
 
 
-async def _run(engine: NativeEngine, num_steps: int, concurrency: int) -> list[tuple[int, int, int]]:
-    """(steps, reserved bytes, resident bytes) over time."""
+async def _run(
+    engine: NativeEngine, num_steps: int, concurrency: int, most_s: float
+) -> list[tuple[int, int, int]]:
+    """(steps, reserved bytes, resident bytes) over time, until so many steps were done or so many seconds passed."""
+    ends_s = time.perf_counter() + most_s
     chance = random.Random(0)
     shared = [chance.randrange(20, 3800) for _ in range(256)]
     samples: list[tuple[int, int, int]] = []
     count = 0
 
+    def goes_on() -> bool:
+        return engine.snapshot().num_steps < num_steps and time.perf_counter() < ends_s
+
     async def client() -> None:
         nonlocal count
-        while engine.snapshot().num_steps < num_steps:
+        while goes_on():
             count += 1
             await _one(engine, f"r{count}", chance, shared)
 
     async def watch() -> None:
-        while engine.snapshot().num_steps < num_steps:
+        while goes_on():
             samples.append((engine.snapshot().num_steps, torch.cuda.memory_reserved(), resident_bytes()))
             await asyncio.sleep(SAMPLE_EVERY_S)
 
@@ -83,6 +89,9 @@ def main() -> None:
     """Runs and publishes."""
     parser = report_parser(__doc__)
     parser.add_argument("--steps", type=int, default=50_000)
+    parser.add_argument(
+        "--seconds", type=float, default=85.0, help="at most; the table says how many steps they held"
+    )
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--arena-bytes", type=int, default=1 << 28)
     parser.add_argument("--device", default="cuda")
@@ -97,17 +106,18 @@ def main() -> None:
     engine = NativeEngine(config)
     started_s = time.perf_counter()
     try:
-        samples = asyncio.run(_run(engine, options.steps, options.concurrency))
+        samples = asyncio.run(_run(engine, options.steps, options.concurrency, options.seconds))
         seconds = time.perf_counter() - started_s
         snapshot = engine.snapshot()
         time.sleep(2.5)  # an idle engine audits its ledger; a failed audit kills it
         engine.check_health()
     finally:
         engine.close()
-    half = [entry for entry in samples if entry[0] >= options.steps // 2]
-    row = {
+    half = [entry for entry in samples if entry[0] >= snapshot.num_steps // 2]
+    row: dict[str, Value] = {
         "steps": snapshot.num_steps,
         "seconds": seconds,
+        "step_ms": 1e3 * seconds / max(1, snapshot.num_steps),
         "finished": snapshot.num_finished,
         "aborted": snapshot.num_aborted,
         "retractions": snapshot.num_retractions,

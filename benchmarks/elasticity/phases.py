@@ -6,6 +6,8 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from math import inf
 
 from worker.api import Engine, GenerateRequest, SamplingParams
 
@@ -23,7 +25,8 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Clients for ``seconds``; then no request begins, and the phase ends with its last one.
+    """Clients for ``seconds``; then no request begins, and the phase ends with its last one. What counts is what was
+    done in the ``seconds``.
 
     Attributes:
         chats: clients that talk: a turn adds ``chat_tokens`` to the conversation and gets ``answer_tokens``.
@@ -39,24 +42,73 @@ class Phase:
     long_tokens: tuple[int, int] = (1200, 2400)
     long_answer: tuple[int, int] = (8, 24)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request, answer included."""
+        chat = TURNS * (self.chat_tokens[1] + self.answer_tokens[1]) if self.chats else 0
+        return max(chat, self.long_tokens[1] + self.long_answer[1] if self.longs else 0)
+
+
+@dataclass(slots=True)
+class Asked:
+    """A request of a phase: the engine's number of it, and when its first token came (never: infinite)."""
+
+    number: int
+    prompt_tokens: int
+    first_s: float = inf
+
+
+class Progress:
+    """How far the prompts of requests were computed, by the engine's steps."""
+
+    def __init__(self) -> None:
+        self._points: dict[int, list[tuple[float, int]]] = {}
+
+    def note(self, number: int, began_s: float, ended_s: float, computed: int, length: int) -> None:
+        """A step took a request from ``computed`` tokens ``length`` further."""
+        points = self._points.setdefault(number, [])
+        points += [(began_s, computed), (ended_s, computed + length)]
+
+    def tokens(self, number: int, at_s: float) -> float:
+        """Tokens of a request that were computed, or found in the cache, by ``at_s``; steps go on evenly."""
+        points = self._points.get(number, [])
+        if not points or at_s < points[0][0]:
+            return 0.0
+        for (left_s, left), (right_s, right) in pairwise(points):
+            if at_s < right_s:
+                return left + (right - left) * max(0.0, at_s - left_s) / (right_s - left_s)
+        return points[-1][1]
+
 
 @dataclass
 class PhaseLog:
-    """What a phase brought. ``prompt_tokens`` count when the first token came; gaps lie between a stream's tokens."""
+    """What a phase brought. ``output_tokens`` are those that came in its ``seconds``; gaps lie between a stream's
+    tokens."""
 
     name: str
     began_s: float
+    seconds: float = 0.0
     ended_s: float = 0.0
-    prompt_tokens: int = 0
     output_tokens: int = 0
-    num_requests: int = 0
+    asked: list[Asked] = field(default_factory=list)
     first_token_s: list[float] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)
 
     @property
-    def tokens_per_s(self) -> float:
-        """Prompt and output tokens a second."""
-        return (self.prompt_tokens + self.output_tokens) / (self.ended_s - self.began_s)
+    def deadline_s(self) -> float:
+        """What comes later does not count."""
+        return self.began_s + self.seconds
+
+    def tokens_per_s(self, progress: Progress) -> float:
+        """Goodput: output tokens and tokens of prompts a second. A prompt that had no token in time counts as far as it
+        was computed, so that a phase need not be long against its prompts."""
+        tokens = float(self.output_tokens)
+        for request in self.asked:
+            if request.first_s <= self.deadline_s:
+                tokens += request.prompt_tokens
+            else:
+                tokens += min(request.prompt_tokens, progress.tokens(request.number, self.deadline_s))
+        return tokens / self.seconds
 
 
 class Driver:
@@ -64,21 +116,27 @@ class Driver:
 
     Attributes:
         places: (seconds, usable expert places), every :data:`SAMPLE_S`.
+        logs: of the phases so far.
+        num_requests: that this engine has had.
     """
 
-    def __init__(self, engine: Engine, prompt: Prompt, clock: Clock, seed: int = 0) -> None:
+    def __init__(
+        self, engine: Engine, prompt: Prompt, clock: Clock, num_requests: int = 0, seed: int = 0
+    ) -> None:
         self.clock = clock
+        self.logs: list[PhaseLog] = []
+        self.num_requests = num_requests
         self.places: list[tuple[float, float]] = []
         self._engine = engine
         self._prompt = prompt
         self._seed = seed
-        self._num_requests = 0
 
-    async def run(self, phases: Sequence[Phase]) -> list[PhaseLog]:
+    async def run(self, phases: Sequence[Phase]) -> None:
         """All phases, one behind the other."""
         watcher = asyncio.create_task(self._watch())
         try:
-            return [await self._phase(number, phase) for number, phase in enumerate(phases)]
+            for phase in phases:
+                self.logs.append(await self._phase(phase))
         finally:
             watcher.cancel()
 
@@ -90,10 +148,11 @@ class Driver:
                 self.places.append((now, extra.get("expert_places", 0.0)))
             await asyncio.sleep(STALLED_S)
 
-    async def _phase(self, number: int, phase: Phase) -> PhaseLog:
-        log = PhaseLog(phase.name, self.clock())
+    async def _phase(self, phase: Phase) -> PhaseLog:
+        log = PhaseLog(phase.name, self.clock(), phase.seconds)
         dice = [
-            random.Random(f"{self._seed} {number} {client}") for client in range(phase.chats + phase.longs)
+            random.Random(f"{self._seed} {phase.name} {client}")
+            for client in range(phase.chats + phase.longs)
         ]
         chats = [self._chat(rng, phase, log) for rng in dice[: phase.chats]]
         longs = [self._long(rng, phase, log) for rng in dice[phase.chats :]]
@@ -105,13 +164,13 @@ class Driver:
         while True:
             history: tuple[int, ...] = ()
             for _ in range(TURNS):
-                if self.clock() >= log.began_s + phase.seconds:
+                if self.clock() >= log.deadline_s:
                     return
                 history += self._prompt(dice, dice.randint(*phase.chat_tokens))
                 history += await self.ask(history, dice.randint(*phase.answer_tokens), log)
 
     async def _long(self, dice: random.Random, phase: Phase, log: PhaseLog) -> None:
-        while self.clock() < log.began_s + phase.seconds:
+        while self.clock() < log.deadline_s:
             prompt = self._prompt(dice, dice.randint(*phase.long_tokens))
             await self.ask(prompt, dice.randint(*phase.long_answer), log)
 
@@ -119,8 +178,10 @@ class Driver:
         self, prompt: tuple[int, ...], num_tokens: int, log: PhaseLog, name: str = ""
     ) -> tuple[int, ...]:
         """One request to its end; answers its tokens. ``name``: its id, a number where none is given."""
-        name = name or str(self._num_requests)
-        self._num_requests += 1
+        name = name or str(self.num_requests)
+        request = Asked(self.num_requests, len(prompt))
+        log.asked.append(request)
+        self.num_requests += 1
         sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
         began = last = self.clock()
         self._engine.submit(GenerateRequest(name, prompt, sampling))
@@ -131,14 +192,14 @@ class Driver:
             now = self.clock()
             if not answer and event.token_ids:
                 log.first_token_s.append(now - began)
-                log.prompt_tokens += len(prompt)
+                request.first_s = now
             elif event.token_ids:
                 # Tokens that came at once share the gap: a reader that was late does not hide it.
                 log.gaps_s += [(now - last) / len(event.token_ids)] * len(event.token_ids)
             last = now
             answer += event.token_ids
-        log.output_tokens += len(answer)
-        log.num_requests += 1
+            if now <= log.deadline_s:
+                log.output_tokens += len(event.token_ids)
         return tuple(answer)
 
 

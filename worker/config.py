@@ -100,8 +100,10 @@ class WorkerConfig:
         for entry in fields(self):
             value = getattr(self, entry.name)
             least = 1 if entry.name in ("max_running", "max_waiting", "max_step_tokens") else 0
-            if isinstance(value, int | float) and not isinstance(value, bool) and value < least:
+            if isinstance(value, int) and not isinstance(value, bool) and value < least:
                 problems.append(f"{entry.name}={value} must be at least {least}")
+        if not self.stall_timeout_s > 0.0:
+            problems.append(f"stall_timeout_s={self.stall_timeout_s} must be above 0")
         if not 0.0 < self.split_ratio < 1.0:
             problems.append(f"split_ratio={self.split_ratio} must lie between 0 and 1")
         if self.page_tokens & (self.page_tokens - 1):

@@ -28,3 +28,10 @@ def test_options_that_would_do_nothing_are_refused() -> None:
         "host_tier_bytes=1048576 needs prefix_cache=true",
     ]
     WorkerConfig(model="m", experts="paged", expert_bytes=1 << 20, host_store="shared", host_tier_bytes=1)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
+def test_a_patience_that_calls_every_busy_engine_dead_is_refused(seconds: float) -> None:
+    with pytest.raises(ConfigError) as caught:
+        WorkerConfig(model="m", stall_timeout_s=seconds)
+    assert caught.value.problems == [f"stall_timeout_s={seconds} must be above 0"]

@@ -31,6 +31,11 @@ def test_greedy_takes_the_largest_and_the_lowest_id_of_equals() -> None:
     assert choose(torch.tensor([1.0, 4.0, 4.0, 4.0]), temperature=0.0) == 1
 
 
+@pytest.mark.parametrize("temperature", [1e-7, 1e-38, 1e-45])
+def test_a_temperature_too_small_to_divide_by_is_greedy(temperature: float) -> None:
+    assert choose(temperature=temperature) == 3, "a quotient that overflows would end the engine, not the request"
+
+
 def test_penalties_and_bias_in_numbers() -> None:
     rules = SamplingParams(
         repetition_penalty=2.0,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from worker.api import SamplingParams, TokenLogprobs
+from worker.execution.sampler import LEAST_TEMPERATURE
 
 
 def choose_token(
@@ -35,7 +36,7 @@ def choose_token(
     adjusted = adjusted_logits(logits, sampling, prompt, generated)
     if len(generated) < sampling.min_tokens and ends:
         adjusted[sorted(ends)] = -torch.inf
-    if sampling.temperature == 0.0:
+    if sampling.temperature < LEAST_TEMPERATURE:
         return int(adjusted.argmax())  # the first of equal ones, as documented
     probabilities = kept_probabilities(adjusted / sampling.temperature, sampling)
     noise = position_generator(seed, len(prompt) + len(generated))

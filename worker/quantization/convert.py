@@ -32,6 +32,7 @@ _DENSE = re.compile(
     r"^.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj|in_proj_qkv|in_proj_z|out_proj)\.weight$"
 )
 _DRAFT = "mtp."
+_INDEX = "model.safetensors.index.json"
 
 
 def quantization_config(name: str, symmetric: bool = False) -> dict[str, Any]:
@@ -74,7 +75,7 @@ def convert(source: Path, target: Path, name: str, symmetric: bool = False) -> P
         places |= dict.fromkeys(found, shard.name)
     if len(shards) > 1:
         index = {"metadata": {}, "weight_map": places}
-        (target / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+        (target / _INDEX).write_text(json.dumps(index), encoding="utf-8")
     raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
     raw["quantization_config"] = settings
     (target / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
@@ -82,6 +83,7 @@ def convert(source: Path, target: Path, name: str, symmetric: bool = False) -> P
         if (
             path.is_file()
             and path.suffix in (".json", ".jinja", ".txt")
+            and path.name != _INDEX  # of one file, too: it names tensors that are not there any more
             and not (target / path.name).exists()
         ):
             shutil.copyfile(path, target / path.name)

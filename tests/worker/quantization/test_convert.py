@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from worker.config import WorkerConfig
 from worker.errors import ModelLoadError
 from worker.execution.loading import load_model
 from worker.execution.runner import ModelRunner
+from worker.quantization.convert import convert
 
 PROMPT = list(range(20, 60))
 
@@ -49,6 +51,16 @@ def test_block_fp8_stays_near_its_source() -> None:
     both = ~np.isnan(right) & ~np.isnan(found)
     assert both.sum() >= 10
     assert np.abs(right - found)[both].mean() < 0.3
+
+
+def test_no_index_names_tensors_that_are_not_there_any_more(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(tiny_folder("qwen3_moe"), source)
+    places = dict.fromkeys(load_file(source / "model.safetensors"), "model.safetensors")
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    target = convert(source, tmp_path / "target", "mxfp4")
+    assert not (target / "model.safetensors.index.json").exists()
+    assert (target / "tokenizer.json").exists()
 
 
 def test_dense_projections_are_what_was_stored() -> None:

@@ -8,9 +8,9 @@ against FULL; paged experts against FULL), in a sweep of eleven ratios; arena an
 the published loads the budget is the one at which the split shows the published figure. Step times come from
 ``benchmarks.replay.step_time``; all seconds are simulated, so the machine's speed and load do not matter. The rates
 behind them are read from ``--rates`` (by default ``benchmarks/results/h200/step_overhead.json``, where that file is):
-its figures ``launch_us_per_layer``, ``prefill_flops_share``, ``attention_bandwidth_share``, ``weight_bandwidth_share``
-and ``link_gb_per_s``, as ``benchmarks.replay.rates`` explains; what it does not hold is assumed. Each rate is printed
-with its source. All cases take ten minutes on one core (569 s beside other work), ``--only 16k_4k`` half a minute.
+its figures ``step_base_us``, ``step_row_us`` (or ``launch_us_per_layer``), ``prefill_flops_share``,
+``attention_bandwidth_share``, ``weight_bandwidth_share`` and ``link_gb_per_s``, as ``benchmarks.replay.rates``
+explains; what it does not hold is assumed. Each rate is printed with its source. All cases take ten minutes on one core (569 s beside other work), ``--only 16k_4k`` half a minute.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How long a step takes on one H200, from what it reads and computes.
 
-    step = max(weights read / bandwidth, work / compute) + KV and states read / bandwidth + launches
+    step = max(weights read / bandwidth, work / compute) + KV and states read / bandwidth + launches + decode rows
 
 The rates come from :mod:`benchmarks.replay.rates`: measured ones where there are any. Distinct experts of n tokens:
 ``E (1 - (1 - k/E)^n)``. With paged experts a decode step waits for what its layers miss beyond what they compute
@@ -62,7 +62,9 @@ class StepTime:
         head = 2 * self.shape.head_params * num_decode
         states = 2 * self.shape.state_bytes * int((~decode).sum())
         if self.shape.paged:
-            decoding = self._step(num_decode, head, read, num_places) if num_decode else StepCost(0.0)
+            decoding = StepCost(0.0)
+            if num_decode:
+                decoding = self._step(num_decode, head, read, num_places, num_rows=num_decode)
             passes = -(-num_prefill // STAGED_TOKENS)
             staged = self._step(
                 min(num_prefill, STAGED_TOKENS), flops / max(1, passes), states, num_places, True
@@ -73,7 +75,8 @@ class StepTime:
                 staged.misses * passes,
             )
         steps = max(grain if num_decode else 1, -(-num_prefill // self._step_tokens))
-        mixed = self._step(num_decode + num_prefill / steps, head + flops / steps, read + states / steps, 0)
+        tokens = num_decode + num_prefill / steps
+        mixed = self._step(tokens, head + flops / steps, read + states / steps, 0, num_rows=num_decode)
         return StepCost(mixed.seconds * steps)
 
     def _decode_work(self, plan: StepPlan, decode: BoolArray) -> float:
@@ -93,14 +96,20 @@ class StepTime:
         return attention + 2 * self.shape.head_params * ended
 
     def _step(
-        self, tokens: float, more_flops: float, read_bytes: float, num_places: int, staged: bool = False
+        self,
+        tokens: float,
+        more_flops: float,
+        read_bytes: float,
+        num_places: int,
+        staged: bool = False,
+        num_rows: int = 0,
     ) -> StepCost:
-        """One real step of ``tokens`` tokens."""
+        """One real step of ``tokens`` tokens, ``num_rows`` of them of decode rows."""
         shape, rates = self.shape, self.rates
         weights, misses = self._weights(tokens, num_places)
         compute = (2 * shape.token_params * tokens + more_flops) / rates.flops_per_s
         seconds = max(weights / rates.weight_bytes_per_s, compute) + read_bytes / rates.kv_bytes_per_s
-        seconds += rates.layer_s * shape.num_layers
+        seconds += rates.layer_s * shape.num_layers + rates.row_s * num_rows
         link = misses * shape.expert_bytes / rates.link_bytes_per_s
         # A staged pass streams the next layers' experts while it computes; a decode layer waits for its own.
         overlap = seconds if staged else seconds * 0.5

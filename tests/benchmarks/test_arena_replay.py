@@ -200,6 +200,12 @@ def test_measured_rates_are_used_and_named(tmp_path: Path) -> None:
     both = read_rates(path)
     whole = 32 * both.layer_s + 8.411e9 / both.weight_bytes_per_s
     assert whole == pytest.approx(32 * 90e-6 + 8.411e9 / 4.2e12), "the step takes what was measured"
+    figures = {"launch_us_per_layer": 90.0, "step_base_us": 640.0, "step_row_us": 7.0}
+    path.write_text(json.dumps({"figures": figures}))
+    rows = read_rates(path)
+    slower = StepTime(QWEN35_4B, 1, 2048, rows).price(plan).seconds
+    bare = StepTime(QWEN35_4B, 1, 2048, replace(ASSUMED, layer_s=0.0)).price(plan).seconds
+    assert slower - bare == pytest.approx(640e-6 + 2 * 7e-6), "the line over the rows, not batch 1"
     path.write_text(json.dumps({"figures": {"attention_bandwidth_share": 1.2}}))
     with pytest.raises(ValueError, match="attention_bandwidth_share"):
         read_rates(path)

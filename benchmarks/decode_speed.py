@@ -20,7 +20,6 @@ from benchmarks.gpu_engine import (
     arena_for,
     generate,
     generating,
-    num_claiming,
     random_prompts,
 )
 from benchmarks.model_tables import EngineOptions, Needs, Rates, Run
@@ -63,7 +62,7 @@ class Case:
 def profile(bench: GpuBench, case: Case, step_s: float) -> tuple[Mapping[str, float], list[str]]:
     """Milliseconds of a step by part, and the heaviest kernels."""
     prompts = random_prompts(case.batch, case.tokens, bench.vocab_size)
-    num_new = int(PROFILER_START_S / step_s) + 2 * PROFILED + num_claiming(bench, case.batch, case.tokens)
+    num_new = int(PROFILER_START_S / step_s) + 2 * PROFILED
     with generating(bench, prompts, num_new):
         kernels = record_kernels(lambda: time.sleep(PROFILED * step_s))
     found = breakdown(kernels, (kernels[-1].end_us - kernels[0].start_us) / 1e6 / step_s)
@@ -77,12 +76,11 @@ def measure(
     prompts = random_prompts(case.batch, case.tokens, bench.vocab_size)
     bench.runner.claims = True
     bench.log.steps.clear()
-    claiming = num_claiming(bench, case.batch, case.tokens)
-    generate(bench.engine, prompts, case.num_steps + SKIPPED + 2 + claiming)
+    generate(bench.engine, prompts, case.num_steps + SKIPPED + 2, bench.runner.gate)
     steps = bench.log.decode_steps(case.batch, SKIPPED)
     step_s = (steps[-1].at_s - steps[0].at_s) / (len(steps) - 1)
     distinct = bench.runner.distinct_experts(case.batch)
-    context = case.tokens + SKIPPED + (claiming + case.num_steps) / 2
+    context = case.tokens + SKIPPED + case.num_steps / 2
     limit_s = resident_step_s(bench.read_bytes(distinct, context, case.batch), copy_rate)
     row: dict[str, Value] = {
         "case": label,
@@ -132,6 +130,8 @@ class DecodeTable:
             arena_bytes=max(arena_for(geometry, case.batch, case.tokens + GENERATED) for case in cases),
             max_running=max(case.batch for case in cases),
             max_model_len=2 * max(case.tokens for case in cases),
+            # Claimed prompts cost nothing: all in one step, so that all rows begin and end together.
+            max_step_tokens=max(case.batch * (case.tokens + 1) for case in cases),
             batches=tuple(sorted({case.batch for case in cases})),
         )
 

@@ -28,6 +28,7 @@ from worker.execution.weights import WeightSource
 from worker.layers.mlp import RoutedExperts
 from worker.models.base import ExpertLayer
 from worker.models.paged import table_experts
+from worker.scheduling.limits import Limits
 from worker.scheduling.step import StepPlan, StepResult
 
 COPY_BYTES = 4 << 30
@@ -35,6 +36,10 @@ STEP_BYTES = 8 << 30
 FIRST_TOKEN_ID = 1000
 MOST_DECODED = 256
 """Rows of the largest decode step that is measured."""
+MOST_COMPUTED = 32768
+"""Tokens of a step beyond which prompts are only claimed."""
+CHUNK_TOKENS = Limits(1, 1, 1).chunk_tokens
+"""Prompt tokens of a step in which rows decode, at most."""
 COALESCE_S = 0.02
 
 
@@ -73,6 +78,7 @@ class BenchmarkRunner(ModelRunner):
 
     Attributes:
         claims: whether steps with prompts are claimed.
+        gate: while it is not set, steps wait (so that all requests of a batch are there when its first step begins).
     """
 
     def __init__(self, config: WorkerConfig, batches: Sequence[int] = (), chunks: Sequence[int] = ()) -> None:
@@ -81,6 +87,8 @@ class BenchmarkRunner(ModelRunner):
         self._batches, self._chunks = frozenset(batches), tuple(chunks)
         self._routed: list[RoutedAlike] = []
         self.claims = False
+        self.gate = threading.Event()
+        self.gate.set()
         self._noise = np.random.default_rng(0)
         super().__init__(config, self._alike_experts if config.experts == "resident" else None)
 
@@ -88,7 +96,8 @@ class BenchmarkRunner(ModelRunner):
         layer = table_experts(experts, source, self.config.deterministic)
         if source.rehearsing:
             return layer
-        most = 2 * (self.config.max_step_tokens + self.config.max_running)  # steps are padded
+        computed = min(self.config.max_step_tokens, MOST_COMPUTED)
+        most = 2 * (computed + self.config.max_running)  # steps are padded
         layer = RoutedAlike(layer, independent_choices(experts.layer, experts, most, source.device))
         self._routed.append(layer)
         return layer
@@ -110,6 +119,7 @@ class BenchmarkRunner(ModelRunner):
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """See :meth:`ModelRunner.launch`."""
+        self.gate.wait()
         if not self.claims or plan.num_rows == plan.num_decode_rows:
             return super().launch(plan)
         timer = StepTimer(self._device)
@@ -205,7 +215,9 @@ class GpuBench:
 
 def num_claiming(bench: GpuBench, rows: int, context: int) -> int:
     """Steps in which the prompts are claimed; rows that were claimed early have decoded as many tokens then."""
-    return -(-rows * context // max(1, bench.runner.config.max_step_tokens - rows)) + 2
+    step_tokens = bench.runner.config.max_step_tokens
+    beside = max(1, min(step_tokens - rows, CHUNK_TOKENS))
+    return 2 + -(-max(0, rows * context - step_tokens) // beside)
 
 
 def arena_for(geometry: ModelGeometry, requests: int, tokens: int) -> int:
@@ -255,24 +267,40 @@ async def _follow(engine: NativeEngine, name: str) -> None:
         await asyncio.sleep(COALESCE_S)  # as the service reads: in batches
 
 
-async def _generate(engine: NativeEngine, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> None:
+async def _generate(
+    engine: NativeEngine,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    gate: threading.Event | None,
+) -> None:
     names = [f"{time.perf_counter()}-{number}" for number in range(len(prompts))]
-    for name, prompt in zip(names, prompts, strict=True):
-        engine.submit(GenerateRequest(name, tuple(prompt), sampling))
+    if gate is not None:
+        gate.clear()
+    try:
+        for name, prompt in zip(names, prompts, strict=True):
+            engine.submit(GenerateRequest(name, tuple(prompt), sampling))
+    finally:
+        if gate is not None:
+            gate.set()
     await asyncio.gather(*(_follow(engine, name) for name in names))
 
 
-def generate(engine: NativeEngine, prompts: Sequence[Sequence[int]], num_new: int) -> None:
-    """``num_new`` tokens for each prompt, all at once, greedily."""
+def generate(
+    engine: NativeEngine,
+    prompts: Sequence[Sequence[int]],
+    num_new: int,
+    gate: threading.Event | None = None,
+) -> None:
+    """``num_new`` tokens for each prompt, all at once, greedily; ``gate``: see :class:`BenchmarkRunner`."""
     sampling = SamplingParams(max_tokens=num_new, temperature=0.0, ignore_eos=True)
-    asyncio.run(_generate(engine, prompts, sampling))
+    asyncio.run(_generate(engine, prompts, sampling, gate))
 
 
 @contextmanager
 def generating(bench: GpuBench, prompts: Sequence[Sequence[int]], num_new: int) -> Iterator[None]:
     """The same beside what is done within, which begins when all rows decode."""
     bench.log.steps.clear()
-    thread = threading.Thread(target=generate, args=(bench.engine, prompts, num_new))
+    thread = threading.Thread(target=generate, args=(bench.engine, prompts, num_new, bench.runner.gate))
     thread.start()
     while len(bench.log.decode_steps(len(prompts), 0)) < 3 and thread.is_alive():
         time.sleep(1e-3)

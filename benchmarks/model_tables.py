@@ -18,9 +18,6 @@ from benchmarks.shapes import shape_folder, shape_geometry
 from worker.advise.formats import find_format
 from worker.advise.geometry import ModelGeometry
 
-MIXED_TOKENS = 8192
-"""Most tokens of a step."""
-
 
 @dataclass(frozen=True, slots=True)
 class Rates:
@@ -46,11 +43,13 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a table wants of an engine: arena bytes, rows and tokens of requests, and the steps to capture."""
+    """What a table wants of an engine: arena bytes, rows of a step, tokens of requests and steps, and the steps to
+    capture."""
 
     arena_bytes: int
     max_running: int
     max_model_len: int
+    max_step_tokens: int
     batches: tuple[int, ...] = ()
     chunks: tuple[int, ...] = ()
 
@@ -126,7 +125,7 @@ class Run:
             arena_bytes=max(need.arena_bytes for need in needs),
             max_running=max(need.max_running for need in needs),
             max_model_len=max(need.max_model_len for need in needs),
-            max_step_tokens=MIXED_TOKENS,
+            max_step_tokens=max(need.max_step_tokens for need in needs),
             attention_backend=self.options.attention_backend,
             deterministic=self.options.deterministic,
         )

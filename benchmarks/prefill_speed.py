@@ -2,9 +2,8 @@
 
     python -m benchmarks.prefill_speed --models qwen3.5-4b.bf16 --tokens 1024 8192 [--folder FOLDER]
 
-A prompt is computed in steps of at most 8,192 tokens, and their device times are added. Operations are two per weight
-that a token uses and four per pair of positions that attention compares, per head and dimension; the rate is that of an
-8,192-cubed bf16 product measured in the same run.
+The whole prompt is one step. Operations are two per weight that a token uses and four per pair of positions that
+attention compares, per head and dimension; the rate is that of an 8,192-cubed bf16 product measured in the same run.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field
 from benchmarks.cpu_engine import run_prompts
 from benchmarks.decode_speed import add_options
 from benchmarks.gpu_engine import GpuBench, arena_for, random_prompts
-from benchmarks.model_tables import MIXED_TOKENS, EngineOptions, Needs, Rates, Run
+from benchmarks.model_tables import EngineOptions, Needs, Rates, Run
 from benchmarks.report import Conditions, Value
 from benchmarks.shapes import shape_config
 from benchmarks.step_profile import PARTS, breakdown, heaviest, record_kernels
@@ -84,8 +83,7 @@ class PrefillTable:
     def needs(self, geometry: ModelGeometry, available: int) -> Needs:
         """See :class:`benchmarks.model_tables.Table`."""
         most = max(self.tokens)
-        chunks = tuple(min(tokens, MIXED_TOKENS) for tokens in self.tokens)
-        return Needs(arena_for(geometry, 2, most + 2), 4, 2 * most, (1,), chunks)
+        return Needs(arena_for(geometry, 2, most + 2), 4, 2 * most, most, (1,), tuple(self.tokens))
 
     def fill(self, bench: GpuBench, model: str, rates: Rates) -> None:
         """See :class:`benchmarks.model_tables.Table`."""

@@ -105,7 +105,7 @@ def test_tables_name_what_fits_and_what_deterministic_mode_costs() -> None:
     needs = table.needs(geometry, 72_000_000_000)
     assert needs.batches == (1, 4, 16, 64, 256)
     assert needs.arena_bytes > 64 * 8192 * 98304
-    assert PrefillTable().needs(geometry, 0).chunks == (1024, 8192, 8192)
+    assert PrefillTable().needs(geometry, 0).max_step_tokens == 32768
     table.rows.append({"case": "m.bf16.b64.c1k", "tokens_per_s": 4000.0})
     costs = CostTable(table, ["m.bf16"])
     assert costs.cost("m.bf16.b64.c1k", {"tokens_per_s": 3000.0}) == pytest.approx(0.25)

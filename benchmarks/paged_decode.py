@@ -3,229 +3,115 @@
     python -m benchmarks.paged_decode --model qwen3-30b-a3b --formats fp8 int4 --places 24 40 92 [--json FILE]
 
 Through the engine. Each token's experts are imposed, step by step: ``random`` draws them uniformly, ``calibrated``
-comes from the generator whose LRU hits follow a published curve (``benchmarks.routing_traces``), one domain for all
-streams. K is places per layer, one pool for all layers; it is lowered on the running engine. The in-layer limit uses
-this run's misses, the measured time to bring n blocks, and the measured step with everything in place.
+comes from a generator whose LRU hits follow a published curve (``benchmarks.routing_traces``), one domain for all
+streams; ``domains`` gives each stream its own. K is places per layer, one pool for all layers, lowered on the running
+engine. A case is called ``<format>.k<K>.<routing>.b<batch>``.
+
+The limit of a step uses this run's misses by layer, the measured time to bring n experts, and the measured step of an
+engine whose experts are all resident, under the same routing: no decision, no stamps, constant addresses. Beside it
+the old ways with as many bytes of the device: every layer streamed each pass, and whole layers kept or streamed.
 """
 
 from __future__ import annotations
 
-import gc
-import json
+import argparse
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
 
-import numpy as np
 import torch
 
 from benchmarks.gpu_engine import copy_bytes_per_s, generate, random_prompts
 from benchmarks.limits import LinkCurve, foresight_step_s, in_layer_step_s, share_of_limit
+from benchmarks.paging.engines import PROMPT_TOKENS, SPARE_ARENA_BYTES, Bench, cut_folder, open_bench
+from benchmarks.paging.link import link_curve
+from benchmarks.paging.loading import watched_memory
+from benchmarks.paging.routing import CALIBRATED, DOMAINS, RANDOM, Trace, make_trace
 from benchmarks.report import Conditions, Report, Value, publish, report_parser
-from benchmarks.routing_traces import RoutingModel, Stream
-from benchmarks.shapes import shape_folder
+from benchmarks.routing_traces import RoutingModel
+from benchmarks.shapes import DEMO, shape_geometry
 from memory.device.residency import Lane
-from worker.config import WorkerConfig
-from worker.engines.native import NativeEngine
-from worker.execution.runner import ModelRunner
-from worker.execution.weights import WeightSource
-from worker.experts.pager import ExpertPager
-from worker.layers.mlp import RoutedExperts
-from worker.models.base import ExpertLayer
-from worker.models.paged import paged_factory
-from worker.probe import gather_rate
-from worker.scheduling.step import StepPlan, StepResult
+from worker.advise.formats import find_format
 
-TRACE_STEPS = 192
-PROMPT_TOKENS = 24
-LINK_POINTS = (1, 2, 4, 8, 16, 32)
-ROUTINGS = ("random", "calibrated")
-
-
-def make_trace(
-    routing: str, num_layers: int, num_experts: int, per_token: int, streams: int, num_steps: int, seed: int
-) -> np.ndarray:
-    """[steps, layers, streams, experts_per_token] int64, distinct within a token."""
-    if routing == "random":
-        scores = np.random.default_rng(seed).random((num_steps, num_layers, streams, num_experts))
-        return np.argpartition(scores, per_token, axis=-1)[..., :per_token].astype(np.int64)
-    model = RoutingModel(num_layers=num_layers, num_experts=num_experts, per_token=per_token)
-    made = [Stream(model, 0, seed * 1000 + number) for number in range(streams)]
-    steps = [[stream.token() for stream in made] for _ in range(num_steps)]
-    return np.array(steps, dtype=np.int64).transpose(0, 2, 1, 3)
-
-
-class Routing:
-    """The experts that decode rows take, by step; a step's counter lies on the device, so that graphs may replay it."""
-
-    def __init__(self, num_layers: int, most_rows: int, per_token: int, device: torch.device) -> None:
-        self._trace = torch.zeros(
-            TRACE_STEPS, num_layers, most_rows, per_token, dtype=torch.int64, device=device
-        )
-        self._at = torch.zeros(1, dtype=torch.int64, device=device)
-        self.most_rows = most_rows
-
-    def impose(self, trace: np.ndarray) -> None:
-        """Takes a trace of at most ``most_rows`` streams; nothing may be running."""
-        self._trace[:, :, : trace.shape[2]] = torch.from_numpy(trace).to(self._trace.device)
-        self._at.zero_()
-
-    def choose(self, row: int, experts: torch.Tensor) -> torch.Tensor:
-        """The trace's experts for the live rows of a decode step of layer ``row``."""
-        if row == 0:
-            self._at.add_(1).remainder_(TRACE_STEPS)
-        chosen = self._trace[:, row].index_select(0, self._at)[0, : len(experts)]
-        return torch.where(experts >= 0, chosen, -1)
-
-
-class ImposedExperts:
-    """A layer's experts under imposed routing; prompts keep their own."""
-
-    def __init__(self, experts: RoutedExperts, routing: Routing, row: int) -> None:
-        self._experts, self._routing, self._row = experts, routing, row
-
-    def __call__(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """As the experts that it wraps."""
-        if len(x) <= self._routing.most_rows:
-            experts = self._routing.choose(self._row, experts)
-        return self._experts(x, weights, experts)
-
-
-class ImposedFactory:
-    """Paged experts under imposed routing."""
-
-    def __init__(self, config: WorkerConfig) -> None:
-        self._factory = paged_factory(config)
-        self._most_rows = config.max_running
-        self._layers: dict[int, int] = {}
-        self.routing: Routing | None = None
-
-    def __call__(self, experts: ExpertLayer, source: WeightSource) -> RoutedExperts:
-        """See :class:`worker.models.base.ExpertFactory`."""
-        layer = self._factory(experts, source)
-        if source.rehearsing:
-            self._layers[experts.layer] = len(self._layers)
-            return layer
-        if self.routing is None:
-            self.routing = Routing(
-                len(self._layers), self._most_rows, experts.experts_per_token, source.device
-            )
-        return ImposedExperts(layer, self.routing, self._layers[experts.layer])
-
-    def finish(self, device: torch.device) -> ExpertPager:
-        """See :class:`worker.models.paged.PagingFactory`."""
-        return self._factory.finish(device)
-
-
-@dataclass
-class StepTimes:
-    """When decode steps of a given number of rows were applied."""
-
-    rows: int = 0
-    at_s: list[float] | None = None
-
-    def record(self, plan: StepPlan, result: StepResult) -> None:
-        """For the engine."""
-        if self.at_s is not None and plan.num_rows == plan.num_decode_rows == self.rows:
-            self.at_s.append(time.perf_counter())
+TIMED_STEPS = {1: 40, 4: 24, 16: 10, 64: 6}
+"""By batch: long steps need fewer."""
+WARM_STEPS = {1: 110, 4: 50, 16: 14, 64: 6}
+"""Of calibrated routing, so that the places hold what it uses; random routing has nothing to learn."""
+TRACE_LENGTHS = {1: 192, 4: 128, 16: 48, 64: 24}
+"""Steps until a trace repeats itself."""
+FILLING_STEPS = 8
+SCAN_TOKENS, SCAN_DECODED = 32768, 100
+SCAN_ARENA_BYTES = 4 << 30
+OLD_WAYS_STEPS = 10
+COMPARED_PLACES = 40
+"""K at which the old ways are compared, and prefill is."""
+CROWDED_PLACES, ROOMY_PLACES = 24, 92
+COLUMNS = (
+    "case", "tokens_per_s", "hit_rate", "bytes_per_step", "link_busy", "share", "share_perfect", "step_ms",
+    "limit_ms", "resident_ms", "evictions",
+)  # fmt: skip
+Row = dict[str, Value]
 
 
 @dataclass(frozen=True, slots=True)
-class PagedBench:
-    """A started engine with imposed routing."""
+class Plan:
+    """What is measured. ``quick``: tiny models on a CPU, few steps."""
 
-    engine: NativeEngine
-    pager: ExpertPager
-    routing: Routing
-    times: StepTimes
-    started_s: float
+    places: tuple[int, ...]
+    batches: tuple[int, ...]
+    routings: tuple[str, ...]
+    settings: Mapping[str, object]
+    memory_rate: float
+    scan_tokens: int = SCAN_TOKENS
+    on_gpu: bool = True
 
-    @property
-    def num_layers(self) -> int:
-        """Layers with experts."""
-        return len(self.pager.host.layers)
+    def timed(self, batch: int) -> int:
+        """Steps of a case that are timed."""
+        return TIMED_STEPS.get(batch, 8) if self.on_gpu else 10
 
-    @property
-    def num_experts(self) -> int:
-        """Experts of a layer."""
-        return self.engine.model.num_experts
-
-    def set_places(self, per_layer: int) -> None:
-        """Lowers K, from the next step on."""
-        self.pager.limit_places(per_layer * self.num_layers)
-
-    def counts(self) -> torch.Tensor:
-        """[lanes, layers], waits for the device."""
-        return self.pager.residency.counts.cpu().clone()
-
-    def run(self, trace: np.ndarray, num_steps: int, skipped: int) -> tuple[float, torch.Tensor]:
-        """(seconds a step, counts a step [lanes, layers]) of decode steps under ``trace``, which has one stream for
-        each row. The first ``skipped`` steps warm the places; the rest are timed, counts are of all."""
-        streams = trace.shape[2]
-        self.routing.impose(trace)
-        self.times.rows, self.times.at_s = streams, []
-        prompts = random_prompts(streams, PROMPT_TOKENS, self.engine.model.vocab_size)
-        generate(self.engine, prompts, skipped + 2)
-        before, warm = self.counts(), len(self.times.at_s)
-        generate(self.engine, prompts, num_steps + 2)
-        at_s = self.times.at_s[warm:]
-        self.times.at_s = None
-        counted = (self.counts() - before).double() / max(1, len(at_s))
-        # The first steps of a generation run beside what is left of the prompts.
-        timed = at_s[len(at_s) // 8 :]
-        return (timed[-1] - timed[0]) / (len(timed) - 1), counted
+    def warm(self, routing: str, batch: int) -> int:
+        """Steps ahead of them."""
+        return 4 if routing == RANDOM else WARM_STEPS.get(batch, 8) if self.on_gpu else 10
 
 
-def cut_folder(model: str, format: str, num_layers: int) -> Path:
-    """The shape's folder, of its first ``num_layers`` layers where that is above 0."""
-    folder = shape_folder(model, format)
-    if num_layers:
-        config = json.loads((folder / "config.json").read_text())
-        config["num_hidden_layers"] = num_layers
-        (folder / "config.json").write_text(json.dumps(config))
-    return folder
+@cache
+def trace_of(routing: str, model: RoutingModel, batch: int) -> Trace:
+    """The trace of a case, the same at every K and for the resident engine."""
+    return make_trace(routing, model, batch, TRACE_LENGTHS.get(batch, 48), seed=batch)
 
 
-def open_bench(folder: Path, settings: Mapping[str, object]) -> PagedBench:
-    """Starts the engine; ``settings`` are those of :class:`WorkerConfig`."""
-    made: list[tuple[ModelRunner, ImposedFactory]] = []
-    times = StepTimes()
+@dataclass
+class Measured:
+    """What one format's engines were found to do."""
 
-    def make_runner(config: WorkerConfig) -> ModelRunner:
-        factory = ImposedFactory(config)
-        made.append((ModelRunner(config, factory), factory))
-        return made[0][0]
+    format: str
+    plan: Plan
+    rows: list[Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    resident_s: dict[tuple[str, int], float] = field(default_factory=dict)
+    summary: Row = field(default_factory=dict)
 
-    started_s = time.perf_counter()
-    config = WorkerConfig(model=str(folder), served_name=folder.name, experts="paged",
-                          prefix_cache=False, **settings)  # type: ignore[arg-type]  # fmt: skip
-    engine = NativeEngine(config, make_runner, record=times.record)
-    runner, factory = made[0]
-    assert runner.pager is not None
-    assert factory.routing is not None
-    return PagedBench(engine, runner.pager, factory.routing, times, time.perf_counter() - started_s)
+    def rate(self, case: str) -> float | None:
+        """Tokens per second of a case of this format, None where it was not measured."""
+        for row in self.rows:
+            if row["case"] == f"{self.format}.{case}":
+                value = row["tokens_per_s"]
+                return float(value) if isinstance(value, float) else None
+        return None
 
-
-def link_curve(pager: ExpertPager, device: torch.device) -> LinkCurve:
-    """Seconds to bring n experts of one layer that are read in place, measured."""
-    addresses, size = pager.host.addresses()[0].to(device), pager.host.block_bytes[0]
-    points = []
-    for count in LINK_POINTS:
-        if count <= len(addresses):
-            seconds = count * size / gather_rate(addresses[:count], size)
-            points.append((float(count), seconds))
-    return LinkCurve(tuple(points))
+    def ratio(self, left: str, right: str) -> float | None:
+        """Between two cases' tokens per second."""
+        above, below = self.rate(left), self.rate(right)
+        return above / below if above and below else None
 
 
-def measure(
-    bench: PagedBench, label: str, trace: np.ndarray, resident_s: float, curve: LinkCurve, memory_rate: float,
-    num_steps: int,
-) -> dict[str, Value]:  # fmt: skip
-    """One row of the table."""
-    step_s, counts = bench.run(trace, num_steps, num_steps // 2)
-    size = bench.pager.host.block_bytes[0]
+def case_row(
+    label: str, streams: int, step_s: float, counts: torch.Tensor, size: int, resident_s: float, curve: LinkCurve,
+    memory_rate: float,
+) -> Row:  # fmt: skip
+    """One row of the table; ``counts`` [lanes, layers] a step, ``size`` of a block."""
     hits = counts[Lane.HIT]
     misses = counts[Lane.TEE] + counts[Lane.IN_PLACE]
     miss_bytes = float(misses.sum()) * size
@@ -233,59 +119,236 @@ def measure(
     limit_s = in_layer_step_s(resident_s, per_layer, curve)
     most = max(count for count, _ in curve.points)
     rate = most * size / curve.seconds(most)
-    streams = trace.shape[2]
+    values = (
+        label, streams / step_s, float(hits.sum() / (hits + misses).sum().clamp_min(1e-9)), miss_bytes,
+        miss_bytes / rate / step_s, share_of_limit(limit_s, step_s),
+        share_of_limit(foresight_step_s(resident_s, miss_bytes, rate), step_s), 1e3 * step_s, 1e3 * limit_s,
+        1e3 * resident_s, float(counts[Lane.EVICTED].sum()),
+    )  # fmt: skip
+    return dict(zip(COLUMNS, values, strict=True))
+
+
+def say(row: Row) -> None:
+    """A row as soon as it is known."""
+    shown = {name: round(value, 4) for name, value in row.items() if isinstance(value, float)}
+    print(f"{time.perf_counter():.1f} {row['case']} {shown}", flush=True)
+
+
+def cases(plan: Plan) -> Iterator[tuple[str, int]]:
+    """(routing, batch) of every case of a K."""
+    return ((routing, batch) for routing in plan.routings for batch in plan.batches)
+
+
+def measure_resident(found: Measured, bench: Bench) -> None:
+    """Steps with all experts at constant addresses."""
+    plan = found.plan
+    for routing, batch in (*cases(plan), *([(DOMAINS, 4)] if 4 in plan.batches else [])):
+        trace = trace_of(routing, bench.model, batch)
+        found.resident_s[routing, batch], _ = bench.run(trace, max(24, plan.timed(batch)), 4)
+    found.notes.append(
+        f"{found.format}: resident engine started in {bench.started_s:.1f} s; steps of "
+        + ", ".join(
+            f"{1e3 * s:.2f} ms ({routing}, {batch})" for (routing, batch), s in found.resident_s.items()
+        )
+    )
+
+
+def measure_case(
+    found: Measured, bench: Bench, curve: LinkCurve, places: int, routing: str, batch: int, name: str = ""
+) -> None:
+    """One case; ``name`` stands in for the routing's."""
+    plan = found.plan
+    trace = trace_of(routing, bench.model, batch)
+    step_s, counts = bench.run(trace, plan.timed(batch), plan.warm(routing, batch))
+    if name:  # nothing stamps: what is found in place counts as a prefill's
+        counts[Lane.HIT], counts[Lane.IN_PLACE] = counts[Lane.PREFILL_HIT], counts[Lane.PREFILL_IN_PLACE]
+    label = f"{found.format}.k{places}.{name or routing}.b{batch}"
+    size = bench.pager.host.block_bytes[0]
+    row = case_row(
+        label, batch, step_s, counts, size, found.resident_s[routing, batch], curve, plan.memory_rate
+    )
+    found.rows.append(row)
+    say(row)
+
+
+def in_place_only(bench: Bench, on: bool) -> None:
+    """While on, no row stamps: the set of resident experts stands still, and what is missing is read in place."""
+    residency = bench.pager.residency
+    begin = type(residency).begin_step
+
+    def begin_step(step: int, num_stamping: int) -> None:
+        begin(residency, step, 0)
+
+    if on:
+        residency.begin_step = begin_step  # type: ignore[method-assign]
+    else:
+        del residency.begin_step
+
+
+def measure_domains(found: Measured, bench: Bench, curve: LinkCurve, places: int) -> None:
+    """Four streams of four domains, and where places are scarce the same with a set that stands still."""
+    measure_case(found, bench, curve, places, DOMAINS, 4)
+    if places == CROWDED_PLACES:
+        in_place_only(bench, on=True)
+        measure_case(found, bench, curve, places, DOMAINS, 4, "in_place")
+        in_place_only(bench, on=False)
+
+
+def measure_scan(found: Measured, bench: Bench) -> None:
+    """Hits of a stream's 100 tokens before and after a long prompt passes through."""
+    tokens = found.plan.scan_tokens
+    trace = make_trace(CALIBRATED, bench.model, 1, seed=7)
+
+    decoded = SCAN_DECODED if found.plan.on_gpu else 20
+
+    def hit_rate() -> float:
+        counts = bench.run(None, decoded)[1]
+        return float(counts[Lane.HIT].sum() / counts[[Lane.HIT, Lane.TEE, Lane.IN_PLACE]].sum())
+
+    bench.run(trace, found.plan.warm(CALIBRATED, 1))
+    before = hit_rate()
+    started_s = time.perf_counter()
+    generate(bench.engine, random_prompts(1, tokens, bench.engine.model.vocab_size, seed=11), 1)
+    took_s = time.perf_counter() - started_s
+    after = hit_rate()
+    found.summary |= {"scan.hit_rate_before": before, "scan.hit_rate_after": after}
+    found.notes.append(f"{found.format}: a prompt of {tokens} tokens took {took_s:.1f} s")
+
+
+def measure_old_ways(found: Measured, bench: Bench, places: int) -> None:
+    """The two ways of offloading by layers, with as many bytes of experts on the device as ``places`` a layer hold."""
+    assert bench.stream is not None
+    ours = found.rate(f"k{places}.{CALIBRATED}.b1")
+    trace = trace_of(CALIBRATED, bench.model, 1)
+    graphs = bench.runner.graphs
+    assert graphs is not None
+    kept = places * bench.num_layers // bench.engine.model.num_experts
+    for name, layers, figure in (
+        ("stream_all", 0, "streaming_factor"),
+        ("whole_layers", kept, "offload_factor"),
+    ):
+        bench.stream.start(layers)
+        graphs.replaying = False
+        step_s, _ = bench.run(trace, OLD_WAYS_STEPS)
+        bytes_per_step = float(bench.stream.pass_bytes)
+        graphs.replaying = True
+        bench.stream.stop()
+        row: Row = dict.fromkeys(COLUMNS)
+        row |= {
+            "case": f"{found.format}.k{places}.{name}.b1",
+            "tokens_per_s": 1 / step_s,
+            "step_ms": 1e3 * step_s,
+        }
+        row["bytes_per_step"] = bytes_per_step
+        found.rows.append(row)
+        say(row)
+        if ours is not None:
+            found.summary[figure] = ours * step_s
+
+
+def measure_paged(found: Measured, bench: Bench, is_first: bool) -> None:
+    """All cases of an engine with paged experts, K from all experts downwards."""
+    plan, every = found.plan, bench.engine.model.num_experts
+    curve = link_curve(bench.pager.host, bench.pager.residency.owner.device)
+    size = bench.pager.host.block_bytes[0]
+    found.notes.append(
+        f"{found.format}: paged engine started in {bench.started_s:.1f} s, {bench.num_layers} layers; "
+        + ", ".join(f"{n:.0f} experts at {n * size / s / 1e9:.1f} GB/s" for n, s in curve.points)
+    )
+    most = max(plan.batches)
+    bench.run(trace_of(RANDOM, bench.model, most), FILLING_STEPS)  # every expert finds a place
+    eager = bench.eager_steps()
+    for places in (every, *sorted(plan.places, reverse=True)):
+        bench.set_places(places)
+        for routing, batch in cases(plan):
+            measure_case(found, bench, curve, places, routing, batch)
+        if is_first and 4 in plan.batches and places in (CROWDED_PLACES, ROOMY_PLACES):
+            measure_domains(found, bench, curve, places)
+        if is_first and places == COMPARED_PLACES and CALIBRATED in plan.routings:
+            measure_scan(found, bench)
+            eager_before = bench.eager_steps()
+            if plan.on_gpu:
+                measure_old_ways(found, bench, places)
+            eager += bench.eager_steps() - eager_before
+    found.summary["graph.eager_decode_steps"] = bench.eager_steps() - eager
+    bench.pager.raise_if_corrupt()
+
+
+def settings_for(plan: Plan, expert_bytes: int, scans: bool) -> dict[str, object]:
+    """An arena for ``expert_bytes`` and some KV, and where a long prompt is to come, for that."""
+    arena = expert_bytes + SPARE_ARENA_BYTES + (SCAN_ARENA_BYTES if scans else 0)
     return {
-        "case": label,
-        "tokens_per_s": streams / step_s,
-        "hit_rate": float(hits.sum() / (hits + misses).sum()),
-        "bytes_per_step": miss_bytes,
-        "link_busy": miss_bytes / rate / step_s,
-        "share": share_of_limit(limit_s, step_s),
-        "share_perfect": share_of_limit(foresight_step_s(resident_s, miss_bytes, rate), step_s),
-        "step_ms": 1e3 * step_s,
-        "limit_ms": 1e3 * limit_s,
-        "evictions": float(counts[Lane.EVICTED].sum()),
+        **plan.settings,
+        "max_model_len": plan.scan_tokens + 2048 if scans else 512,
+        "arena_bytes": arena if plan.on_gpu else 0,
     }
 
 
-def measure_format(
-    format: str, places: Sequence[int], batches: Sequence[int], routings: Sequence[str],
-    settings: Mapping[str, object], folder: Path, num_steps: int, memory_rate: float, notes: list[str],
-) -> list[dict[str, Value]]:  # fmt: skip
-    """All rows of a weight format: K from all experts downwards on one engine."""
-    bench = open_bench(folder, settings)
-    device = bench.pager.residency.owner.device
-    curve = link_curve(bench.pager, device)
-    size = bench.pager.host.block_bytes[0]
-    notes.append(
-        f"{format}: started in {bench.started_s:.1f} s, {bench.num_layers} layers, "
-        + ", ".join(f"{n:.0f} experts at {n * size / s / 1e9:.1f} GB/s" for n, s in curve.points)
-    )
-    per_token = bench.engine.model.experts_per_token
-    rows: list[dict[str, Value]] = []
-    resident_s: dict[tuple[str, int], float] = {}
-    for count in (bench.num_experts, *sorted(places, reverse=True)):
-        bench.set_places(count)
-        for routing in routings:
-            for batch in batches:
-                trace = make_trace(
-                    routing, bench.num_layers, bench.num_experts, per_token, batch, TRACE_STEPS, batch
-                )
-                label = f"{format}.k{count}.{routing}.b{batch}"
-                if count == bench.num_experts:
-                    bench.run(trace, TRACE_STEPS, 1)  # every expert that the trace takes finds a place
-                    resident_s[routing, batch], _ = bench.run(trace, num_steps, 4)
-                row = measure(bench, label, trace, resident_s[routing, batch], curve, memory_rate, num_steps)
-                rows.append(row)
-                print(label, {k: round(v, 4) for k, v in row.items() if isinstance(v, float)}, flush=True)
-    eager = bench.engine.snapshot().extra.get("graph.eager_decode_steps")
-    notes.append(f"{format}: graph.eager_decode_steps = {eager}")
-    bench.engine.close()
+def measure_format(format: str, plan: Plan, model: str, layers: int, is_first: bool) -> Measured:
+    """All rows of a weight format: one engine with resident experts, one with paged ones."""
+    found = Measured(format, plan)
+    folder = cut_folder(model, format, layers)
+    resident = {**settings_for(plan, 0, scans=False), "host_store": "private"}
+    bench = open_bench(folder, "resident", plan.batches, resident)
+    measure_resident(found, bench)
+    bench.close()
     del bench
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    return rows
+    # Every expert has a place, and some more: bands of KV take what lies at the ends.
+    expert_bytes = int(1.03 * shape_geometry(folder).all_experts_bytes(find_format(format)))
+    settings = settings_for(plan, expert_bytes, scans=is_first)
+    with watched_memory() as memory:
+        bench = open_bench(folder, "paged", plan.batches, settings)
+    host = bench.pager.host
+    if is_first:
+        found.summary |= {
+            "load.peak_host_ratio": memory.grown_bytes / host.num_bytes,
+            "load.start_s": bench.started_s,
+            "load.pin_s": host.pinning_s,
+        }
+    found.notes.append(
+        f"{format}: {host.num_bytes / 1e9:.2f} GB of experts; laid out and pinned in {host.pinning_s:.1f} s; host"
+        f" memory grew by {memory.grown_bytes / 1e9:.2f} GB at most"
+    )
+    measure_paged(found, bench, is_first)
+    if is_first and plan.settings.get("host_store") == "shared":
+        small = {**settings_for(plan, 0, scans=False), "max_running": 1}
+        second = open_bench(folder, "paged", (1,), small)
+        found.summary["load.second_replica_s"] = second.started_s
+        second.close()
+    bench.close()
+    found.summary |= {
+        "one_domain_k24_over_one_stream": found.ratio("k24.calibrated.b4", "k24.calibrated.b1"),
+        "four_domains_k92_over_one_stream": found.ratio("k92.domains.b4", "k92.calibrated.b1"),
+        "four_domains_k24_over_in_place": found.ratio("k24.domains.b4", "k24.in_place.b4"),
+    }
+    return found
+
+
+def report(all_found: Sequence[Measured], conditions: Conditions) -> Report:
+    """One table: every case, and a row of what was found besides, of the first format."""
+    summary: Row = {"case": "all", **all_found[0].summary}
+    eager = [found.summary["graph.eager_decode_steps"] for found in all_found]
+    summary["graph.eager_decode_steps"] = sum(value for value in eager if isinstance(value, float))
+    columns = (*COLUMNS, *(name for name in summary if name not in COLUMNS))
+    rows = [*(row for found in all_found for row in found.rows), summary]
+    filled = tuple({name: row.get(name) for name in columns} for row in rows)
+    return Report(
+        "paged_decode", conditions, filled, tuple(note for found in all_found for note in found.notes)
+    )
+
+
+def conditions_of(options: argparse.Namespace) -> Conditions:
+    """What the figures hold for."""
+    cut = f", {options.layers} layers" if options.layers else ""
+    return Conditions(
+        model=f"{options.model} (shape{cut})",
+        weights="trained" if options.model == DEMO else "random",
+        prompts=f"random ids, {PROMPT_TOKENS} tokens; experts imposed: {', '.join(options.routings)}, {DOMAINS}",
+        cache="experts warm; no prefix cache",
+        batch=", ".join(map(str, options.batches)),
+        context=f"{PROMPT_TOKENS} to {PROMPT_TOKENS + 2 * max(WARM_STEPS.values())} tokens",
+        resident=f"K = {', '.join(map(str, options.places))} places a layer, one pool",
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -295,39 +358,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--formats", nargs="+", default=["fp8", "int4"])
     parser.add_argument("--places", type=int, nargs="+", default=[24, 40, 92], help="K, places per layer")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
-    parser.add_argument("--routings", nargs="+", default=list(ROUTINGS), choices=ROUTINGS)
-    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--routings", nargs="+", default=[RANDOM, CALIBRATED], choices=[RANDOM, CALIBRATED])
     parser.add_argument("--layers", type=int, default=0, help="so many of the shape's layers only")
+    parser.add_argument("--scan-tokens", type=int, default=SCAN_TOKENS)
+    parser.add_argument("--host-store", default="private", choices=["private", "shared"])
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING)
     on_gpu = options.device != "cpu"
-    memory_rate = copy_bytes_per_s() if on_gpu else 10e9
     settings: dict[str, object] = {
         "device": options.device,
-        "load": "checkpoint" if options.model == "demo" else "random",
+        "load": "checkpoint" if options.model == DEMO else "random",
+        "host_store": options.host_store,
         "max_running": max(options.batches),
-        "max_model_len": 512,
         "max_step_tokens": 2048,
     }
-    notes = [f"memory: {memory_rate / 1e12:.2f} TB/s read and written"]
-    rows: list[Mapping[str, Value]] = []
-    for format in options.formats:
-        rows += measure_format(
-            format, options.places, options.batches, options.routings, settings,
-            cut_folder(options.model, format, options.layers),
-            options.steps, memory_rate, notes,
-        )  # fmt: skip
-    conditions = Conditions(
-        model=f"{options.model} (shape{f', {options.layers} layers' if options.layers else ''})",
-        weights="random" if options.model != "demo" else "trained",
-        prompts=f"random ids, {PROMPT_TOKENS} tokens; experts imposed: {', '.join(options.routings)}",
-        cache="experts warm; no prefix cache",
-        batch=", ".join(map(str, options.batches)),
-        context=f"{PROMPT_TOKENS} to {PROMPT_TOKENS + options.steps} tokens",
-        resident=f"K = {', '.join(map(str, options.places))} places a layer",
-    )
-    publish(Report("paged_decode", conditions, tuple(rows), tuple(notes)), options.json)
+    plan = Plan(
+        tuple(options.places), tuple(options.batches), tuple(options.routings), settings,
+        copy_bytes_per_s() if on_gpu else 10e9, options.scan_tokens, on_gpu,
+    )  # fmt: skip
+    found = [
+        measure_format(format, plan, options.model, options.layers, number == 0)
+        for number, format in enumerate(options.formats)
+    ]
+    found[0].notes.insert(0, f"memory: {plan.memory_rate / 1e12:.2f} TB/s read and written")
+    publish(report(found, conditions_of(options)), options.json)
 
 
 if __name__ == "__main__":

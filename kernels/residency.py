@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from kernels._triton.residency import ResidencyTables
     from kernels._triton.residency_step import GhostTables, StepScratch
 
-MAX_PAIRS = 16384
-"""Up to so many (token, choice) pairs one program looks at; a prefill leaves its thousands to tensor operations."""
+MAX_PAIRS = 1 << 16
+"""Up to so many (token, choice) pairs one program looks at; a prefill pass leaves its more to tensor operations."""
 
 
 @dataclass(frozen=True, slots=True)

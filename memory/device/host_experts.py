@@ -80,15 +80,18 @@ class HostExperts:
         first = self._first[row] + expert * size
         return self._region.data[first : first + size]
 
-    def fill(self, layer: int, blocks: torch.Tensor) -> None:
-        """Takes a layer's blocks, [experts, block_bytes] uint8 on any device, and enters their hashes."""
+    def layer_blocks(self, layer: int) -> torch.Tensor:
+        """[experts, block_bytes] uint8 of a layer, one block behind the other."""
         row = self._row[layer]
         size, count = self.block_bytes[row], self._blocks[row].num_experts
-        target = self._region.data[self._first[row] : self._first[row] + count * size].view(count, size)
-        target.copy_(blocks)
-        for start in range(0, count, HASHED_BLOCKS):
-            part = slice(start, min(start + HASHED_BLOCKS, count))
-            self.hashes[row, part] = hash_blocks(blocks[part]).to(self.hashes.device)
+        return self._region.data[self._first[row] : self._first[row] + count * size].view(count, size)
+
+    def fill(self, layer: int, blocks: torch.Tensor) -> None:
+        """Takes a layer's blocks, [experts, block_bytes] uint8 on any device, and enters their hashes."""
+        self.layer_blocks(layer).copy_(blocks)
+        for start in range(0, len(blocks), HASHED_BLOCKS):
+            part = slice(start, min(start + HASHED_BLOCKS, len(blocks)))
+            self.hashes[self._row[layer], part] = hash_blocks(blocks[part]).to(self.hashes.device)
 
     def seal(self, layer: int, expert: int) -> None:
         """Enters the hash of a block that was filled."""

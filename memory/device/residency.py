@@ -324,7 +324,7 @@ class Residency:
         slot = torch.where(fit, fit.cumsum(0) - 1, length)
         ready = torch.full((length + 1,), none, dtype=torch.int64, device=miss.device)
         ready.scatter_(0, slot, self._queue)
-        ready[length] = none
+        ready[length:].fill_(none)
         rank = (miss.cumsum(0) - 1).clamp(0, length)
         victim = torch.where(miss, ready[rank], none)
         return torch.where(self._may_take(row, victim), victim, none)

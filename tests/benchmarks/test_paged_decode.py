@@ -1,0 +1,77 @@
+"""The benchmark of paged experts: its routing follows the published curve, its rows add up, a small run ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import paged_decode
+from benchmarks.limits import LinkCurve
+from benchmarks.paging.routing import CALIBRATED, DOMAINS, RANDOM, TRACE_STEPS, Routing, make_trace
+from benchmarks.routing_traces import PUBLISHED, RoutingModel, layer_lru_hits
+from memory.device.residency import Lane
+
+
+def test_the_calibrated_trace_follows_the_published_curve() -> None:
+    trace = make_trace(CALIBRATED, RoutingModel(num_layers=4), 1, 500, seed=1)
+    assert all(len(set(chosen)) == 8 for chosen in trace.reshape(-1, 8).tolist())
+    steps = [[np.unique(step[layer, 0] + 128 * layer) for layer in range(4)] for step in trace]
+    for capacity, hits in PUBLISHED.items():
+        assert layer_lru_hits(steps, capacity) == pytest.approx(hits, abs=0.04)
+
+
+def test_streams_of_one_domain_share_experts_and_those_of_four_do_not() -> None:
+    model = RoutingModel(num_layers=3)
+    kinds = {kind: make_trace(kind, model, 4, 60, seed=2) for kind in (RANDOM, CALIBRATED, DOMAINS)}
+    distinct = {
+        kind: np.mean([len(np.unique(layer)) for step in trace for layer in step])
+        for kind, trace in kinds.items()
+    }
+    assert 8 < distinct[CALIBRATED] < distinct[DOMAINS] <= distinct[RANDOM] + 1 < 32
+
+
+def test_decode_rows_take_the_traces_experts_step_by_step_and_padding_takes_none() -> None:
+    trace = make_trace(RANDOM, RoutingModel(num_layers=2, num_experts=16, per_token=3), 2, 5, seed=3)
+    routing = Routing(2, 4, 3, torch.device("cpu"))
+    routing.impose(trace)
+    own = torch.tensor([[1, 2, 3], [4, 5, 6], [-1, -1, -1]])
+    for step in range(1, 2 * TRACE_STEPS):
+        for layer in range(2):
+            found = routing.choose(layer, own)
+            assert torch.equal(found[:2], torch.from_numpy(trace[step % TRACE_STEPS % 5, layer]))
+            assert found[2].tolist() == [-1] * 3
+
+
+def test_a_row_is_measured_against_the_resident_step_and_the_link() -> None:
+    counts = torch.zeros(len(Lane), 2, dtype=torch.float64)
+    counts[Lane.HIT] = torch.tensor([6.0, 8.0])
+    counts[Lane.TEE], counts[Lane.IN_PLACE] = torch.tensor([1.0, 0.0]), torch.tensor([1.0, 0.0])
+    curve = LinkCurve(((1.0, 1e-3), (2.0, 1.5e-3)))
+    row = paged_decode.case_row("x", 4, 5e-3, counts, 1000, 2e-3, curve, memory_rate=60e6)
+    assert row["hit_rate"] == pytest.approx(14 / 16)
+    assert row["bytes_per_step"] == 2000
+    assert row["tokens_per_s"] == pytest.approx(800)
+    # 2 ms resident; the first layer's two misses take 1.5 ms, of which its hits cover 0.1.
+    assert row["limit_ms"] == pytest.approx(3.4)
+    assert row["share"] == pytest.approx(3.4 / 5)
+    assert row["link_busy"] == pytest.approx(1.5 / 5)
+
+
+def test_a_small_run_on_the_demonstration_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_decode, "COMPARED_PLACES", 6)
+    monkeypatch.setattr(paged_decode, "CROWDED_PLACES", 6)
+    out = tmp_path / "paged.json"
+    paged_decode.main(
+        ["--model", "demo", "--formats", "bf16", "--device", "cpu", "--places", "6", "--batches", "1", "4",
+         "--routings", "calibrated", "--scan-tokens", "200", "--json", str(out)]
+    )  # fmt: skip
+    figures = json.loads(out.read_text())["figures"]
+    assert figures["bf16.k32.calibrated.b4.hit_rate"] == 1.0
+    assert 0.1 < figures["bf16.k6.calibrated.b1.hit_rate"] < 0.95
+    assert figures["bf16.k6.calibrated.b1.bytes_per_step"] > 0
+    assert figures["bf16.k6.in_place.b4.evictions"] == 0 < figures["bf16.k6.domains.b4.evictions"]
+    assert abs(figures["scan.hit_rate_after"] - figures["scan.hit_rate_before"]) < 0.2

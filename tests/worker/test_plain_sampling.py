@@ -33,7 +33,9 @@ def test_greedy_takes_the_largest_and_the_lowest_id_of_equals() -> None:
 
 @pytest.mark.parametrize("temperature", [1e-7, 1e-38, 1e-45])
 def test_a_temperature_too_small_to_divide_by_is_greedy(temperature: float) -> None:
-    assert choose(temperature=temperature) == 3, "a quotient that overflows would end the engine, not the request"
+    assert choose(temperature=temperature) == 3, (
+        "a quotient that overflows would end the engine, not the request"
+    )
 
 
 def test_penalties_and_bias_in_numbers() -> None:

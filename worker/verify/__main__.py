@@ -3,7 +3,7 @@
 The given tokens are scored step by step with all experts dequantised and resident, and again with experts paged into
 three numbers of places, one of them so few that places change owners all the time. A model that is too large for this
 is compared with a reference that holds one layer at a time (``--reference streamed``). Exit code 0: all agree; 1:
-some case differs, its layer and expert are named; 2: the model cannot be loaded.
+some case differs, its layer and expert are named; 2: the model cannot be loaded, or a prompt not be read.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,6 +22,9 @@ from worker.errors import ConfigError, HeadroomError
 from worker.model_folder import read_model_info
 from worker.verify.compare import CASES, Verifier
 from worker.verify.fitting import KINDS, choose_reference
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 _PROMPTS, _TOKENS = 4, 48
 _ARENA_BYTES = 1 << 28
@@ -34,22 +38,43 @@ def made_up_prompts(vocab_size: int, num: int = _PROMPTS, tokens: int = _TOKENS)
 
 def read_prompts(path: Path, folder: Path) -> list[list[int]]:
     """One prompt a line: a JSON list of token ids, or text for the folder's tokenizer.json. ConfigError for a file
-    that gives none of at least three tokens."""
+    that gives none of at least three tokens, and for a line that is no prompt for this model."""
+    vocab_size = read_model_info(folder).vocab_size
     found = []
     tokenizer = None
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if line.startswith("["):
-            found.append([int(token) for token in json.loads(line)])
+            found.append(_read_ids(line, vocab_size, f"--prompts {path}, line {number}"))
         elif line.strip():
             if tokenizer is None:
-                from tokenizers import Tokenizer
-
-                tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+                tokenizer = _read_tokenizer(folder)
             found.append(list(tokenizer.encode(line).ids))
     found = [tokens for tokens in found if len(tokens) >= 3]
     if not found:
         raise ConfigError([f"--prompts {path}: holds no prompt of at least three tokens"])
     return found
+
+
+def _read_ids(line: str, vocab_size: int, where: str) -> list[int]:
+    try:
+        ids = json.loads(line)
+    except ValueError as error:
+        raise ConfigError([f"{where}: not JSON ({error})"]) from error
+    if not all(type(token) is int for token in ids):
+        raise ConfigError([f"{where}: not a list of token ids"])
+    strange = [token for token in ids if not 0 <= token < vocab_size]
+    if strange:
+        raise ConfigError([f"{where}: token id {strange[0]} is not in the vocabulary of {vocab_size}"])
+    return list(ids)
+
+
+def _read_tokenizer(folder: Path) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError([f"--prompts: {path} is not there, and texts need it; give token ids"])
+    return Tokenizer.from_file(str(path))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -14,6 +14,7 @@ from kernels._reference import experts as reference_kernel
 from tests.helpers.quantized import converted_folder
 from tests.helpers.tiny import tiny_folder
 from worker.config import WorkerConfig
+from worker.errors import ConfigError
 from worker.experts.pager import ExpertPager
 from worker.models import paged
 from worker.models.paged import PagedFactory
@@ -178,6 +179,32 @@ def test_the_command_says_what_it_found(
     capsys.readouterr()
     assert main([str(tiny_folder("qwen3_5")), "--device", "cpu", "--arena-bytes", str(ARENA_BYTES)]) == 2
     assert "no routed experts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("[20, 30, 40", "not JSON"),
+        ('["a", "b", "c"]', "not a list of token ids"),
+        ("[20, 30, 1.5]", "not a list of token ids"),
+        ("[20, 30, 99999]", "token id 99999 is not in the vocabulary of 288"),
+        ("[20, 30, -5]", "token id -5 is not in the vocabulary of 288"),
+    ],
+)
+def test_a_prompt_that_cannot_be_read_is_no_difference(
+    line: str, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text(f"[20, 30, 40]\n{line}\n")
+    assert main([str(tiny_folder("qwen3_moe")), "--device", "cpu", "--prompts", str(prompts)]) == 2
+    assert f"line 2: {said}" in capsys.readouterr().err
+
+
+def test_texts_for_a_folder_without_a_tokenizer_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 288}')
+    (tmp_path / "prompts.txt").write_text("A line of text.\n")
+    with pytest.raises(ConfigError, match="give token ids"):
+        read_prompts(tmp_path / "prompts.txt", tmp_path)
 
 
 def test_a_nan_is_a_parting() -> None:

@@ -15,7 +15,14 @@ import triton.language as tl
 from triton import knobs
 
 from kernels._reference.experts import DENSE, FP8_BLOCK, FP8_BLOCK_SIZE, INT4, BlockFormat
-from kernels._triton.expert_weights import from_e2m1, from_fp8, raw_tile, scale_cells, zero_cells
+from kernels._triton.expert_weights import (
+    from_e2m1,
+    from_fp8,
+    from_int4,
+    raw_tile,
+    scale_cells,
+    zero_cells,
+)
 from kernels._triton.experts_group import combine, copy_blocks, group_pairs
 
 LEAST_TOKENS = {DENSE: 64}
@@ -69,6 +76,31 @@ def _unpack(
         raw = raw_tile(base + matrix, row[:, None] * width + column[None, :], kept, out, KIND, ALIGN)
         value = from_fp8(raw, ASM).to(tl.float32) * scale[:, None]
         tl.store(to + column[None, :], value.to(out.dtype.element_ty), mask=kept)
+    else:
+        # [rows, groups, bytes of a group], so that a scale is read once for its group.
+        group = tl.arange(0, COLUMNS // GROUP)
+        byte = tl.arange(0, GROUP // 2)
+        unit = start // 2 + group[:, None] * (GROUP // 2) + byte[None, :]
+        unit_ok = unit < width // 2
+        mask = row_ok[:, None, None] & unit_ok[None, :, :]
+        at = (row * (width // 2))[:, None, None] + unit[None, :, :]
+        raw = raw_tile(base + matrix, at, mask, out, KIND, ALIGN)
+        cell = (row * cells)[:, None] + (start // GROUP + group)[None, :]
+        cell_ok = row_ok[:, None] & (start + group * GROUP < width)[None, :]
+        if KIND == 2:
+            zero = zero_cells(base + zeros, zero_offset, cell, cell_ok, HAS_ZEROS)
+            even, odd = from_int4(raw, tl.broadcast_to(zero[:, :, None], raw.shape), ASM)
+        else:
+            even, odd = from_e2m1(raw, ASM)
+        scale = scale_cells(base + scales, cell, cell_ok, KIND)[:, :, None]
+        value = tl.interleave(even.to(tl.float32) * scale, odd.to(tl.float32) * scale)
+        column3 = (start + group[:, None] * GROUP + tl.arange(0, GROUP)[None, :])[None, :, :]
+        kept3 = row_ok[:, None, None] & (column3 < width)
+        to3 = out + tl.program_id(0).to(tl.int64) * out_stride + row.to(tl.int64)[:, None, None] * width
+        if HAS_ORDER:
+            orders = tl.where(row < inner, base + order, base + up_order)[:, None, None]
+            column3 = tl.load(orders.to(tl.pointer_type(tl.int32)) + column3, mask=kept3, other=0)
+        tl.store(to3 + column3, value.to(out.dtype.element_ty), mask=kept3)
     else:
         unit = start // 2 + tl.arange(0, COLUMNS // 2)
         mask = row_ok[:, None] & (unit < width // 2)[None, :]
@@ -200,16 +232,18 @@ def _wide_down(
 
 
 def serves(block: BlockFormat, tokens: int, experts_per_token: int, num_experts: int) -> bool:
-    """Whether a launch of so many tokens has enough of them per expert."""
+    """Whether a launch of so many tokens has enough of them per expert, and scales lie as unpacking takes them."""
     least = LEAST_TOKENS.get(block.kind, LEAST_TOKENS_PACKED)
-    return tokens * experts_per_token >= least * num_experts
+    groups = (block.group, block.down_group or block.group) if block.kind >= INT4 else ()
+    whole = all(group > 1 and (2 * UNPACKED_BYTES) % group == 0 for group in groups)
+    return whole and tokens * experts_per_token >= least * num_experts
 
 
 def choose_tiles(element_size: int, *, is_down: bool) -> WideTiles:
     """The tile for a launch; wide dtypes take a quarter of the room."""
     if element_size > 2:
         return WideTiles(32, 32, 32, 4, 2)
-    return WideTiles(128, 128, 64, 8, 4) if is_down else WideTiles(128, 128, 64, 8, 3)
+    return WideTiles(128, 256, 64, 8, 3) if is_down else WideTiles(128, 128, 64, 8, 3)
 
 
 def run_experts(

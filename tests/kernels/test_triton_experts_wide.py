@@ -141,3 +141,12 @@ def test_launches_with_many_tokens_per_expert_are_wide(monkeypatch: pytest.Monke
     assert case.error(broad) < 2e-6
     face.run_experts(*moved, deterministic=True)
     assert seen == [TOKENS], "deterministic mode has one path whatever the number of tokens"
+
+
+def test_groups_that_do_not_divide_a_tile_are_left_to_the_other_kernels() -> None:
+    many = 1 << 20
+    assert wide.serves(BlockFormat(face.INT4, 0, 0, group=128), many, 8, 128)
+    assert not wide.serves(BlockFormat(face.INT4, 0, 0, group=128, down_group=96), many, 8, 128)
+    assert not wide.serves(BlockFormat(face.INT4, 0, 0, group=2048), many, 8, 128)
+    assert wide.serves(BlockFormat(face.FP8_BLOCK, 0, 0), many, 8, 128)
+    assert not wide.serves(BlockFormat(face.DENSE, 0, 0), 63, 8, 8), "too few tokens per expert"

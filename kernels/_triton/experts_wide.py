@@ -101,31 +101,6 @@ def _unpack(
             orders = tl.where(row < inner, base + order, base + up_order)[:, None, None]
             column3 = tl.load(orders.to(tl.pointer_type(tl.int32)) + column3, mask=kept3, other=0)
         tl.store(to3 + column3, value.to(out.dtype.element_ty), mask=kept3)
-    else:
-        unit = start // 2 + tl.arange(0, COLUMNS // 2)
-        mask = row_ok[:, None] & (unit < width // 2)[None, :]
-        raw = raw_tile(base + matrix, row[:, None] * (width // 2) + unit[None, :], mask, out, KIND, ALIGN)
-        even_cell = (row * cells)[:, None] + (2 * unit // GROUP)[None, :]
-        odd_cell = (row * cells)[:, None] + ((2 * unit + 1) // GROUP)[None, :]
-        if KIND == 2:
-            even = (raw & 0x0F).to(tl.float32)
-            odd = (raw >> 4).to(tl.float32)
-            even -= zero_cells(base + zeros, zero_offset, even_cell, mask, HAS_ZEROS).to(tl.float32)
-            odd -= zero_cells(base + zeros, zero_offset, odd_cell, mask, HAS_ZEROS).to(tl.float32)
-        else:
-            even, odd = from_e2m1(raw, ASM)
-            even = even.to(tl.float32)
-            odd = odd.to(tl.float32)
-        even *= scale_cells(base + scales, even_cell, mask, KIND)
-        odd *= scale_cells(base + scales, odd_cell, mask, KIND)
-        value = tl.interleave(even, odd).to(out.dtype.element_ty)
-        if HAS_ORDER:
-            orders = tl.where(row < inner, base + order, base + up_order)[:, None].to(
-                tl.pointer_type(tl.int32)
-            )
-            tl.store(to + tl.load(orders + column[None, :], mask=kept, other=0), value, mask=kept)
-        else:
-            tl.store(to + column[None, :], value, mask=kept)
 
 
 @triton.jit

@@ -14,7 +14,16 @@ from benchmarks.routing_traces import PUBLISHED, RoutingModel, Steps, generate, 
 from memory.api import PlaceRange
 from memory.device.commands import encode_places
 from memory.device.residency import Residency, ResidencyRules
-from worker.experts.policies import Frozen, Lfru, Lru, Policy, Pool, belady_hits
+from worker.experts.policies import (
+    Frozen,
+    Lfru,
+    Lru,
+    Policy,
+    Pool,
+    Successor,
+    belady_hits,
+    foresight_hits,
+)
 
 SMALL = RoutingModel(num_layers=3, num_experts=16, per_token=2)
 
@@ -105,12 +114,45 @@ def test_no_policy_beats_belady_and_scans_do_not_flush() -> None:
     steps = generate(SMALL, (0, 1), 300, seed=3)
     pool = Pool(12, 3, 16)
     bound = sum(belady_hits(steps, 12))
-    policies: list[Policy] = [Lru(pool), Lfru(pool), Frozen(pool, 50)]
+    policies: list[Policy] = [Lru(pool), Lfru(pool), Successor(pool), Frozen(pool, 50)]
     hits = [sum(policy.step(layers) for layers in steps) for policy in policies]
     assert all(0 < h <= bound for h in hits)
     scan = [[np.arange(8) + 8 * layer for layer in range(3)]] * 40
     lru = Lru(Pool(8, 3, 8))
     assert sum(lru.step(layers) for layers in scan) >= 38 * 8
+
+
+def test_belady_lets_a_layer_replace_what_it_has_just_used() -> None:
+    """One place: key 0 is used for the last time in the step, and in the layer, in which key 1 is missed."""
+    steps = [[np.array([0])], [np.array([0, 1])], [np.array([1])]]
+    assert belady_hits(steps, 1) == [0, 1, 1]
+
+
+def test_foresight_of_everything_is_beladys_rule_and_more_of_it_is_no_worse() -> None:
+    steps = random_steps(5, 80)
+    pool = Pool(7, 3, 8)
+    hits = [sum(foresight_hits(steps, pool, window)) for window in (-1, 0, 2, 80)]
+    assert hits == sorted(hits)
+    assert hits[0] < hits[-1]
+    assert hits[-1] == sum(belady_hits(steps, 7))
+
+
+def test_what_follows_is_learnt() -> None:
+    """Keys take turns in pairs: 0 brings 1, 2 brings 3. Counts alone cannot tell which comes next."""
+    rng = random.Random(1)
+    steps: Steps = []
+    for _ in range(200):
+        first = rng.choice((0, 2, 4))
+        steps += [[np.array([first])], [np.array([first + 1])]]
+    pool = Pool(2, 1, 6)
+    known = Successor(pool)
+    for layers in steps[:201]:
+        known.step(layers)
+    worth = known.known_worth()
+    came = int(steps[200][0][0])
+    assert worth.argmax() == came + 1
+    known.step(steps[201])
+    assert known.known_worth().argmax() in {0, 2, 4}
 
 
 def test_recorded_texts_become_streams() -> None:
@@ -125,7 +167,7 @@ def test_recorded_texts_become_streams() -> None:
 
 
 def test_a_row_names_every_policy_and_its_share_of_belady() -> None:
-    trace = Trace("small", generate(SMALL, (0,), 60, 1), 3, 16, (4,))
+    trace = Trace("small", generate(SMALL, (0,), 60, 1), 3, 16, (4,), True)
     (row,) = rows_of(trace)
     assert list(row) == [
         "routing",
@@ -134,8 +176,15 @@ def test_a_row_names_every_policy_and_its_share_of_belady() -> None:
         "belady",
         "lru",
         "lfru",
+        "successor",
         "frozen",
         "lfru_of_belady",
+        "successor_of_belady",
+        "best_known_of_belady",
+        "told_0_of_belady",
+        "told_1_of_belady",
+        "told_2_of_belady",
     ]
-    for name in ("lru", "lfru", "frozen"):
+    for name in ("lru", "lfru", "successor", "frozen"):
         assert 0 < float(row[name] or 0) <= float(row["belady"] or 0)
+    assert 0 < float(row["best_known_of_belady"] or 0) < float(row["told_2_of_belady"] or 0) <= 1.0

@@ -17,6 +17,13 @@ import numpy.typing as npt
 
 from memory.device.residency_rules import FREQUENCY_DECAY, FROZEN_MARGIN, RECENCY_WEIGHT, THAW_SHARE
 
+FOLLOWED_WEIGHT = 3.0 / (1.0 - FREQUENCY_DECAY)
+"""Of the chance to be used in the next step, beside decayed counts. This and the next were chosen on one half of the
+demonstration model's recorded routing and on generated routing; what is published is the other half's."""
+FOLLOWED_PRIOR = 2.0
+FOLLOWED_MEMORY = 4096
+"""Counts of a key are halved when it was used so often: routing drifts."""
+
 Keys = npt.NDArray[np.int64]
 Step = Sequence[Keys]
 
@@ -74,6 +81,7 @@ class _Queued(ABC):
         self._uses[keys] += 1
         self._seen[keys] = self._now
         self._demand += len(keys)
+        self._note(keys)
         ours = self._owner[queue] // self._pool.num_experts == keys[0] // self._pool.num_experts
         ready = queue[(self._stamp[queue] < self._now) & (~ours | (self._owner[queue] < 0))]
         for key, victim in zip(keys[place < 0].tolist(), ready.tolist(), strict=False):
@@ -85,6 +93,9 @@ class _Queued(ABC):
                 self.evictions += 1
             self._place[key], self._owner[victim], self._stamp[victim] = victim, key, self._now
         return int((place >= 0).sum())
+
+    def _note(self, keys: Keys) -> None:  # noqa: B027 (most policies learn nothing else)
+        """A layer's distinct keys of this step, before its misses take places."""
 
     @abstractmethod
     def _worth(self, keys: Keys) -> npt.NDArray[np.float32]:
@@ -122,6 +133,49 @@ class Lfru(_Queued):
         return bool(mine > (FROZEN_MARGIN if self.frozen else 1.0) * theirs)
 
 
+class Successor(Lfru):
+    """LFRU, and what usually follows: a key is worth more where the layer's keys of a step were, in the past, followed
+    by it in the step behind.
+
+    Per layer it counts how often each key was followed by each other one (``num_experts`` squared counters), and takes
+    the mean over the keys in use, drawn towards the key's overall share while there are few counts.
+    """
+
+    def __init__(self, pool: Pool, freezes: bool = True) -> None:
+        super().__init__(pool, freezes)
+        keys = pool.num_layers * pool.num_experts
+        self._followed = np.zeros((keys, pool.num_experts), dtype=np.float32)
+        self._times = np.zeros(keys, dtype=np.float32)
+        self._total = np.zeros(keys, dtype=np.float32)
+        self._next = np.zeros(keys, dtype=np.float32)
+        self._before: dict[int, Keys] = {}
+
+    def _note(self, keys: Keys) -> None:
+        experts = self._pool.num_experts
+        layer = int(keys[0]) // experts
+        block = slice(layer * experts, (layer + 1) * experts)
+        before = self._before.get(layer)
+        if before is not None:
+            self._followed[before[:, None], keys % experts] += 1
+            self._times[before] += 1
+            old = before[self._times[before] >= FOLLOWED_MEMORY]
+            self._followed[old] /= 2
+            self._times[old] /= 2
+        self._before[layer] = keys
+        self._total[keys] += 1
+        share = self._total[block] / np.float32(self._now)
+        drawn = self._followed[keys] + np.float32(FOLLOWED_PRIOR) * share
+        self._next[block] = (drawn / (self._times[keys] + np.float32(FOLLOWED_PRIOR))[:, None]).mean(0)
+
+    def _worth(self, keys: Keys) -> npt.NDArray[np.float32]:
+        worth: npt.NDArray[np.float32] = super()._worth(keys) + np.float32(FOLLOWED_WEIGHT) * self._next[keys]
+        return worth
+
+    def known_worth(self) -> npt.NDArray[np.float32]:
+        """What every key is worth, behind the last step."""
+        return self._worth(np.arange(len(self._total)))
+
+
 class Frozen:
     """Counts for ``learning_steps`` (as LFRU), then keeps the most used for good and reads all others in place."""
 
@@ -146,33 +200,82 @@ class Frozen:
 
 def belady_hits(steps: Sequence[Step], num_places: int) -> list[int]:
     """Hits per step of the best that could be done with the future known: what is needed latest goes, and a miss that
-    is needed later than everything resident is not taken in (Belady 1966, with bypass)."""
+    is needed later than everything resident is not taken in (Belady 1966, with bypass). Later is by step, and within a
+    step by layer."""
     uses: dict[int, list[int]] = {}
-    flat = [np.concatenate(list(layers)).tolist() for layers in steps]
-    for number, keys in enumerate(flat):
-        for key in keys:
-            uses.setdefault(key, []).append(number)
+    turn = 0
+    for layers in steps:
+        for keys in layers:
+            for key in keys.tolist():
+                uses.setdefault(key, []).append(turn)
+            turn += 1
     for times in uses.values():
         times.reverse()
-    never = len(steps)
     resident: dict[int, int] = {}
     heap: list[tuple[int, int]] = []
     found = []
-    for keys in flat:
+    for layers in steps:
         hits = 0
-        for key in keys:
-            times = uses[key]
-            times.pop()
-            again = times[-1] if times else never
-            if key in resident:
-                hits += 1
-            elif len(resident) >= num_places:
-                while resident.get(heap[0][1]) != -heap[0][0]:
-                    heappop(heap)
-                if -heap[0][0] <= again:
-                    continue
-                del resident[heappop(heap)[1]]
-            resident[key] = again
-            heappush(heap, (-again, key))
+        for keys in layers:
+            # A layer's keys are used at once: those that are there may go for the sake of those that are not.
+            for key in sorted(keys.tolist(), key=lambda key: key not in resident):
+                times = uses[key]
+                times.pop()
+                again = times[-1] if times else turn
+                if key in resident:
+                    hits += 1
+                elif len(resident) >= num_places:
+                    while resident.get(heap[0][1]) != -heap[0][0]:
+                        heappop(heap)
+                    if -heap[0][0] <= again:
+                        continue
+                    del resident[heappop(heap)[1]]
+                resident[key] = again
+                heappush(heap, (-again, key))
         found.append(hits)
+    return found
+
+
+def foresight_hits(steps: Sequence[Step], pool: Pool, window: int) -> list[int]:
+    """Hits per step of a policy that is told exactly what this step and the next ``window`` will use, layer by layer
+    (-1: nothing), and for what lies beyond goes by what :class:`Successor` knows, in exact order at every miss. With
+    the window of the whole trace it is Belady's rule."""
+    learner = Successor(pool, freezes=False)
+    num_layers, total = pool.num_layers, pool.num_layers * len(steps)
+    following = _following(steps, pool)
+    resident = np.zeros(pool.num_layers * pool.num_experts, dtype=bool)
+    found = []
+    for number, layers in enumerate(steps):
+        learner.step(layers)
+        beyond = learner.known_worth().astype(np.float64)
+        end = min(total, (number + window + 1) * num_layers)
+        sure = float(beyond.max()) + total + 1
+        value = np.where(following[number] < end, sure - following[number], beyond)
+        after = np.where(following[number + 1] < end, sure - following[number + 1], beyond)
+        hits = 0
+        for used in layers:
+            value[used] = after[used]  # the next use of what was used just now comes with a later step
+            hits += int(resident[used].sum())
+            for key in used[~resident[used]].tolist():
+                held = np.flatnonzero(resident)
+                if len(held) < pool.num_places:
+                    resident[key] = True
+                    continue
+                victim = held[value[held].argmin()]
+                if value[key] > value[victim]:
+                    resident[victim], resident[key] = False, True
+        found.append(hits)
+    return found
+
+
+def _following(steps: Sequence[Step], pool: Pool) -> Keys:
+    """[steps + 1, keys] the turn, counted in layers of steps, at which each key is used next from a step's begin on;
+    the number of all turns where it is not."""
+    found = np.full(
+        (len(steps) + 1, pool.num_layers * pool.num_experts), pool.num_layers * len(steps), dtype=np.int64
+    )
+    for number in range(len(steps) - 1, -1, -1):
+        found[number] = found[number + 1]
+        for layer, keys in enumerate(steps[number]):
+            found[number, keys] = number * pool.num_layers + layer
     return found

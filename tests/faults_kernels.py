@@ -10,6 +10,7 @@ from tests.faults import Fault
 _ATTENTION = "tests/kernels/test_triton_attention.py"
 _LINEAR = "tests/kernels/test_triton_linear.py"
 _SAMPLING = "tests/kernels/test_triton_sampling.py"
+_WIDE = "tests/kernels/test_triton_experts_wide.py"
 _FAMILIES = "tests/worker/models/test_families.py"
 
 FAULTS = [
@@ -61,5 +62,35 @@ FAULTS = [
         "if config.deterministic and asked not in preferred:",
         "if False:",
         ("tests/worker/models/test_deterministic.py::test_a_gpu_is_deterministic_by_the_kernels_that_are",),
+    ),
+    Fault(
+        "experts are unpacked over one another",
+        "kernels._triton.experts_wide",
+        "torch.arange(num_experts, device=x.device) % self.num_held",
+        "torch.arange(num_experts, device=x.device) * 0",
+        (f"{_WIDE}::test_every_format_means_what_its_checkpoint_means",),
+    ),
+    Fault(
+        "a wide launch stores blocks that nobody chose",
+        "kernels._triton.experts_wide",
+        "torch.where(starts[1:] > starts[:-1], tee, 0)",
+        "tee",
+        (f"{_WIDE}::test_every_format_means_what_its_checkpoint_means",),
+    ),
+    Fault(
+        "deterministic mode takes wide tiles for many tokens",
+        "kernels._triton.experts",
+        "if not (deterministic or tiles) and",
+        "if not tiles and",
+        (f"{_WIDE}::test_launches_with_many_tokens_per_expert_are_wide",),
+    ),
+    Fault(
+        "a table claims what does not fit",
+        "benchmarks.decode_speed",
+        "if arena_for(geometry, batch, CONTEXTS[context] + GENERATED) < available",
+        "if True",
+        (
+            "tests/benchmarks/test_gpu_benchmarks.py::test_tables_name_what_fits_and_what_deterministic_mode_costs",
+        ),
     ),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections.abc import Sequence
@@ -58,14 +59,29 @@ def parse_bytes(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes: write 24e9, 24GB or 24GiB")
     try:
         return round(float(found[1]) * _UNITS[found[2]])
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes") from error
 
 
 def _positive(text: str) -> int:
+    return _at_least(1, text)
+
+
+def _not_negative(text: str) -> int:
+    return _at_least(0, text)
+
+
+def _at_least(least: int, text: str) -> int:
     number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    if number < least:
+        raise argparse.ArgumentTypeError(f"{text} must be at least {least}")
+    return number
+
+
+def _rate(text: str) -> float:
+    number = float(text)
+    if not 0.0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} must be above 0")
     return number
 
 
@@ -81,10 +97,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--format", choices=[entry.name for entry in FORMATS], help="of the weights; else the checkpoint's")
     add("--gpu-bytes", type=parse_bytes, help="memory of the GPU (else measured, or 24GB)")
-    add("--link-gbps", type=float, help="host to GPU, 1e9 bytes a second (else measured, or 25)")
+    add("--link-gbps", type=_rate, help="host to GPU, 1e9 bytes a second (else measured, or 25)")
     add(
         "--memory-gbps",
-        type=float,
+        type=_rate,
         help="GPU memory, read and written, 1e9 bytes a second (else measured, or 900)",
     )
     add(
@@ -97,9 +113,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--context", type=_positive, default=8192, help="tokens of each request")
     add("--kv-dtype", choices=list(KV_DTYPES), default="bf16")
     add(
-        "--tokens-per-s", type=float, help="a measured single-stream speed: says what it implies about misses"
+        "--tokens-per-s", type=_rate, help="a measured single-stream speed: says what it implies about misses"
     )
-    add("--resident", type=int, help="experts resident in each layer at that speed (else the plan's)")
+    add(
+        "--resident",
+        type=_not_negative,
+        help="experts resident in each layer at that speed (else the plan's)",
+    )
     add("--measure", action="store_true", help="measure link, pin limit, GPU and host memory of this machine")
     add("--json", action="store_true", help="figures instead of words")
     add("--sizing-page", action="store_true", help="write docs/sizing.md's text and end")

@@ -7,9 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kernels._reference import experts as reference
+
 if TYPE_CHECKING:
     from kernels._triton.residency import ResidencyTables
     from kernels._triton.residency_step import GhostTables, StepScratch
+
+__all__ = ["MAX_PAIRS", "FusedResidency", "FusedRules", "fused_residency", "gather"]
 
 MAX_PAIRS = 1 << 16
 """Up to so many (token, choice) pairs one program looks at; a prefill pass leaves its more to tensor operations."""
@@ -86,3 +90,19 @@ def fused_residency(
     marks = torch.zeros(2, experts, dtype=torch.int32, device=owner.device)
     scratch = StepScratch.make(rows, experts, owner.device)
     return FusedResidency(ResidencyTables(marks=marks, **tables), GhostTables(**ghosts), scratch, rules)
+
+
+def gather(table: torch.Tensor, targets: torch.Tensor, num_bytes: int) -> None:
+    """Copies the block at ``table[expert]`` to ``targets[expert]`` for every expert whose target is not 0, as
+    :func:`kernels.experts.copy_blocks` does, for launches that mostly find little or nothing to do.
+
+    Args:
+        table, targets: [num_experts] int64 addresses, 128-byte aligned: device memory, or mapped host memory.
+        num_bytes: of a block, a multiple of 128.
+    """
+    if not table.is_cuda:
+        reference.copy_blocks(table, targets, num_bytes)
+        return
+    from kernels._triton import residency_gather
+
+    residency_gather.gather(table, targets, num_bytes)

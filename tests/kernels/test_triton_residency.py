@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+from kernels._triton import residency_gather
 from kernels.hashing import hash_blocks
 from kernels.residency import FusedResidency, fused_residency
 from memory.api import PlaceRange
@@ -133,3 +134,20 @@ def test_the_running_check_of_a_gpu_finds_a_changed_word_and_names_its_owner() -
     assert check.found.tolist() == [3, 1, 2], "the first one stays named"
     check.check(torch.arange(places, device=DEVICE))
     assert int(check.found[0]) == 5
+
+
+def test_a_gather_brings_what_has_a_target_and_nothing_else() -> None:
+    experts, size = 11, 17 * 1024 + 128
+    blocks = torch.randint(0, 256, (experts, size), dtype=torch.uint8).to(DEVICE)
+    kept = torch.full((experts, size), 7, dtype=torch.uint8, device=DEVICE)
+    table = blocks.data_ptr() + torch.arange(experts, device=DEVICE) * size
+    targets = torch.zeros_like(table)
+    residency_gather.gather(table, targets, size)
+    assert bool((kept == 7).all())
+    for expert, place in ((2, 9), (5, 0), (10, 4)):
+        targets[expert] = kept.data_ptr() + place * size
+    residency_gather.gather(table, targets, size)
+    assert [torch.equal(kept[place], blocks[expert]) for expert, place in ((2, 9), (5, 0), (10, 4))] == [
+        True
+    ] * 3
+    assert int((kept == 7).all(1).sum()) == experts - 3

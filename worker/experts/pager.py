@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ import torch
 
 from kernels.experts import BlockFormat, run_experts
 from kernels.pointwise import GatedActivation
+from kernels.residency import gather
 from memory.api import PlaceRange, StepCommands
 from memory.device.commands import encode_places
 from memory.device.host_experts import HostExperts
@@ -20,20 +22,25 @@ from memory.device.residency_check import ResidencyCheck
 from worker.errors import ConfigError, EngineDead
 from worker.execution.staging import Uploads
 from worker.experts.link import ExpertLink
+from worker.experts.miss_lane import LaneChoice, LayerShape, measure_lanes
 from worker.experts.pass_ring import PassRing
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class PagerOptions:
     """``expert_bytes``: bytes of places in use at most, 0: all that the ledger allows. ``checked_places``: places whose
     content is compared with its hash per step. ``rescue_bytes``: most bytes a step of experts whose places are banned
-    that are carried over to colder places. ``deterministic``: no token's bits depend on the tokens beside it."""
+    that are carried over to colder places. ``deterministic``: no token's bits depend on the tokens beside it.
+    ``miss_lane``: how missing experts that get a place are brought, one of :data:`worker.experts.miss_lane.LANES`."""
 
     expert_bytes: int = 0
     rules: ResidencyRules = field(default_factory=ResidencyRules)
     checked_places: int = 1
     rescue_bytes: int = RESCUE_BYTES
     deterministic: bool = False
+    miss_lane: str = "tee"
 
 
 class ExpertPager:
@@ -57,6 +64,10 @@ class ExpertPager:
         self._rescuer: Rescuer | None = None
         self._check: ResidencyCheck | None = None
         self._still = False
+        self.layer_shape: LayerShape | None = None
+        """of a layer; entered as layers are read"""
+        self.lanes = LaneChoice(default="gather" if options.miss_lane == "gather" else "tee")
+        """how missing experts are brought, by the number of tokens"""
         self._ring: PassRing | None = None
         self.link: ExpertLink | None = None
         """how fast missing experts come, where that is known; else it is measured at start"""
@@ -97,6 +108,15 @@ class ExpertPager:
             self.host.block_bytes,
             self.options.checked_places,
         )
+        self._measure_lanes(grid)
+
+    def _measure_lanes(self, grid: torch.Tensor) -> None:
+        """Once, over the first arena that is large enough; nothing lies there yet."""
+        wanted = self.options.miss_lane == "measured" and not self.lanes.times
+        if wanted and grid.is_cuda and self.layer_shape is not None and len(grid) >= self.host.num_experts:
+            row = self.host.block_bytes.index(self.host.place_bytes)
+            self.lanes = measure_lanes(self.layer_shape, self.host.addresses()[row].to(grid.device), grid)
+            log.info("experts: %s", self.lanes.line())
 
     def begin_step(
         self, step: int, commands: StepCommands, num_stamping: int, uploads: Uploads | None = None
@@ -125,13 +145,17 @@ class ExpertPager:
         inner: int,
         activation: GatedActivation,
     ) -> torch.Tensor:
-        """One layer, the tee lane: misses are computed from host memory, stored where they get a place, and published
-        behind the layer's combine, by the next layer's decision."""
+        """One layer. Misses that get a place are stored there by the products that read them, and published behind the
+        layer's combine, by the next layer's decision; or they are gathered and published ahead of the products."""
         residency = self.residency
         if self._ring is not None:
             return self._run_pass(self._ring, row, x, weights, experts, where, inner, activation)
         # A layer's blocks are stored when the next one decides: it enters their owners without a launch of its own.
         tee = None if self._still else residency.decide(row, experts, row - 1)
+        if tee is not None and self.lanes.gathers(len(x)):
+            gather(residency.address[row], tee, self.host.block_bytes[row])
+            residency.publish(row)
+            tee = None
         out = run_experts(
             x,
             weights,

@@ -13,6 +13,7 @@ from worker.errors import ConfigError
 from worker.execution.weights import WeightSource
 from worker.experts.block_format import block_format
 from worker.experts.identity import shared_name
+from worker.experts.miss_lane import LayerShape
 from worker.experts.pager import ExpertPager, PagedExperts, PagerOptions, TableExperts
 from worker.experts.plan import store_plan
 from worker.layers.mlp import RoutedExperts
@@ -58,8 +59,17 @@ class PagedFactory:
         host = self._pager.host
         if not host.is_filled:
             self._fill(host, experts, source)
-        inner = experts.shape.intermediate_size
-        return PagedExperts(self._pager, experts.layer, block_format(layout), inner, experts.activation)
+        where, inner = block_format(layout), experts.shape.intermediate_size
+        if layout.num_bytes == host.place_bytes:
+            self._pager.layer_shape = LayerShape(
+                where,
+                inner,
+                experts.activation,
+                experts.shape.hidden_size,
+                experts.experts_per_token,
+                source.dtype,
+            )
+        return PagedExperts(self._pager, experts.layer, where, inner, experts.activation)
 
     def _fill(self, host: HostExperts, experts: ExpertLayer, source: WeightSource) -> None:
         made_up = made_up_blocks(experts, source)
@@ -105,9 +115,8 @@ class _Rehearsed:
 
 def paged_factory(config: WorkerConfig) -> PagedFactory:
     """The factory that a worker's settings ask for."""
-    return PagedFactory(
-        PagerOptions(config.expert_bytes, deterministic=config.deterministic), shared_name(config)
-    )
+    options = PagerOptions(config.expert_bytes, deterministic=config.deterministic, miss_lane="measured")
+    return PagedFactory(options, shared_name(config))
 
 
 def table_experts(experts: ExpertLayer, source: WeightSource, deterministic: bool = False) -> RoutedExperts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from memory.device.residency import Lane
 from tests.helpers.paging import ARENA_BYTES, record_steps, replay_steps, same_results, with_places
@@ -12,8 +13,11 @@ from tests.helpers.quantized import converted_folder
 from tests.helpers.tiny import tiny_folder
 from worker.config import WorkerConfig
 from worker.execution.runner import ModelRunner
-from worker.models.paged import table_experts
+from worker.experts.pager import PagerOptions
+from worker.models.paged import PagedFactory, table_experts
 from worker.quantization.convert import convert
+from worker.scheduling.recording import RecordedStep
+from worker.scheduling.step import StepResult
 
 BATCHES = (1, 2, 7, 64)
 SHARES = (0.1, 0.31, 0.72, 1.0)
@@ -23,6 +27,22 @@ def place_bytes(config: WorkerConfig) -> int:
     runner = ModelRunner(with_places(config, 1 << 20, 1))
     assert runner.pager is not None
     return runner.pager.host.place_bytes
+
+
+def replay_by_gather(config: WorkerConfig, steps: list[RecordedStep]) -> list[StepResult]:
+    """The results where missing experts are copied into their places ahead of the products, as often as by tee."""
+    counts = []
+    for lane in ("tee", "gather"):
+        factory = PagedFactory(PagerOptions(config.expert_bytes, miss_lane=lane))
+        runner = ModelRunner(config, factory)
+        found = replay_steps(runner, steps, ARENA_BYTES)
+        assert runner.pager is not None
+        assert runner.pager.residency.audit() == []
+        runner.pager.raise_if_corrupt()
+        counts.append(runner.pager.residency.counts)
+    assert torch.equal(*counts)
+    assert counts[1][Lane.TEE].sum() > 0
+    return found
 
 
 @pytest.mark.parametrize("format", ["unquantized", "fp8_block", "int4", "mxfp4"])
@@ -46,6 +66,8 @@ def test_paged_equals_resident_bit_for_bit(format: str) -> None:
         assert runner.pager.num_places == max(1, int(share * experts))
         assert runner.pager.residency.audit() == []
         lanes.append(runner.pager.residency.counts.sum(1).tolist())
+    gathered = replay_by_gather(with_places(config, size, int(SHARES[1] * experts)), steps)
+    assert same_results(gathered, want), "gathered ahead of the products"
     hits = [counts[Lane.HIT] for counts in lanes]
     assert hits == sorted(hits), "more places, fewer hits"
     assert hits[0] < hits[-1]

@@ -67,12 +67,25 @@ class HostRegion:
             fcntl.flock(self._file, fcntl.LOCK_EX)
         if os.fstat(self._file).st_size != num_bytes:
             os.ftruncate(self._file, 0)
+            self._check_room(num_bytes)
             os.ftruncate(self._file, num_bytes)
         found = mmap.mmap(self._file, num_bytes)
         self.is_filled = found[: len(_COMPLETE)] == _COMPLETE
         if self.is_filled:
             fcntl.flock(self._file, fcntl.LOCK_UN)
         return found
+
+    def _check_room(self, num_bytes: int) -> None:
+        """OSError where the shared folder cannot hold the file: a write beyond its end would kill the process."""
+        assert self._file is not None
+        found = os.fstatvfs(self._file)
+        room = found.f_bavail * found.f_frsize
+        if room < num_bytes:
+            self.close()
+            raise OSError(
+                f"host_store=shared: {SHARED_FOLDER} has room for {room / 1e9:.2f} GB, and the experts need"
+                f" {num_bytes / 1e9:.2f} GB; give it more (docker: --shm-size), or use host_store=private"
+            )
 
     def complete(self) -> None:
         """The content is there: lets other workers in. Does nothing for a private region or one found filled."""

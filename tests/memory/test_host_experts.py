@@ -129,6 +129,14 @@ def test_a_replica_that_starts_meanwhile_waits(name: str) -> None:
     assert answer.get() == [1, 9]
 
 
+def test_a_shared_folder_that_is_too_small_is_named_before_anything_is_written(name: str) -> None:
+    room = os.statvfs(SHARED_FOLDER)
+    large = room.f_blocks * room.f_frsize // 128 * 128 + 128
+    with pytest.raises(OSError, match="host_store=private"):
+        HostExperts({0: LayerBlocks(1, large)}, name)
+    fill(HostExperts(BLOCKS, name), 2)  # the lock was let go
+
+
 def test_removing_ends_the_file(name: str) -> None:
     HostExperts(BLOCKS, name).complete()
     assert (SHARED_FOLDER / f"headroom-{name}").stat().st_mode & 0o077 == 0

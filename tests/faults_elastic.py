@@ -132,9 +132,16 @@ FAULTS = [
     Fault(
         "passes: streams wait for the whole pass",
         "worker.loop",
-        old="layers.advance(self._decode_s if beside_steps else None)",
+        old="layers.advance(self._slice_s() if beside_steps else None)",
         new="layers.advance(None)",
         tests=(f"{PASSES}::test_prompts_that_wait_share_a_pass_and_streams_go_on_beside_it",),
+    ),
+    Fault(
+        "passes: streams are slowed down by what a pass makes of their steps",
+        "worker.loop",
+        old="calm_s = min(self._calm_s or self._decode_s, self._decode_s)",
+        new="calm_s = self._decode_s",
+        tests=(f"{PASSES}::test_the_pace_of_streams_leaves_the_rest_of_the_time_to_a_pass",),
     ),
     Fault(
         "passes: prompts stamp and page",

@@ -12,6 +12,8 @@ MEMORY_MODES = ("arena", "split")
 EXPERT_MODES = ("resident", "paged")
 HOST_STORES = ("private", "shared")
 LOAD_MODES = ("checkpoint", "random")
+LEAST = {"max_running": 1, "max_waiting": 1, "max_step_tokens": 1, "pass_tokens": -1}
+"""Of the numbers that may not be 0, or may be less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,8 @@ class WorkerConfig:
         experts: ``resident`` or ``paged``.
         expert_bytes: with ``paged``, bytes for resident experts; 0: what is left over.
         pass_tokens: with ``paged``, most tokens of a prefill pass, which waiting prompts share and which streams
-            missing experts beside decode steps; 0: prompts are computed in steps. The start prints what suits.
+            missing experts beside decode steps; 0: on a GPU what suits its link, on a CPU none; -1: prompts are
+            computed in steps. The start prints what it comes to.
         host_store: with ``paged``, ``private`` host memory, or ``shared`` with the other replicas of this host.
         attention_backend: ``auto`` or a name from the registry.
         deterministic: outputs do not depend on batch, chunks, cache hits or retraction.
@@ -99,7 +102,7 @@ class WorkerConfig:
         problems = []
         for entry in fields(self):
             value = getattr(self, entry.name)
-            least = 1 if entry.name in ("max_running", "max_waiting", "max_step_tokens") else 0
+            least = LEAST.get(entry.name, 0)
             if isinstance(value, int) and not isinstance(value, bool) and value < least:
                 problems.append(f"{entry.name}={value} must be at least {least}")
         if not self.stall_timeout_s > 0.0:

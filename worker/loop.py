@@ -27,6 +27,10 @@ from worker.api import TokenEvent
 from worker.scheduling.scheduler import Scheduler
 from worker.scheduling.step import StepPlan, StepResult
 
+STREAMS_PACE = 2.75
+"""While a prefill pass runs beside them, streams get their tokens so many times as far apart as without it: the rest of
+the time is the pass's."""
+
 
 class StepRunner(Protocol):
     """The device's side of a step: ``worker.execution.runner.ModelRunner``, or a test's."""
@@ -89,6 +93,7 @@ class EngineLoop:
         self._begin_pass: Callable[[StepPlan], RunningPass] | None = getattr(runner, "begin_pass", None)
         self._pass: tuple[StepPlan, RunningPass] | None = None
         self._decode_s = 0.0
+        self._calm_s = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -138,6 +143,8 @@ class EngineLoop:
                 events = self._scheduler.apply(plan, result)
                 self.num_steps += 1
                 self._decode_s = result.seconds
+                if self._pass is None and plan.num_rows == plan.num_decode_rows:
+                    self._calm_s = result.seconds
         self._collected = plan.step
         self._retire()
         if self._audit:
@@ -145,12 +152,12 @@ class EngineLoop:
         return events
 
     def _advance_pass(self, beside_steps: bool) -> list[TokenEvent]:
-        """Some layers of the pass in flight: for as long as a decode step takes where some run, so that running streams
-        keep their pace; else all."""
+        """Some layers of the pass in flight: for as long as running streams' pace leaves beside a decode step, which a
+        pass makes longer; where none runs, all."""
         if self._pass is None:
             return []
         plan, layers = self._pass
-        if not layers.advance(self._decode_s if beside_steps else None):
+        if not layers.advance(self._slice_s() if beside_steps else None):
             return []
         self._pass = None
         result = layers.collect()
@@ -161,6 +168,10 @@ class EngineLoop:
         if self._audit:
             self._ledger.audit()
         return events
+
+    def _slice_s(self) -> float:
+        calm_s = min(self._calm_s or self._decode_s, self._decode_s)
+        return max(0.0, STREAMS_PACE * calm_s - self._decode_s)
 
     def _retire(self) -> None:
         """Tells the ledger of steps that are done on the device, what a runner copies beside them included."""

@@ -20,7 +20,7 @@ class FakePass:
     def __init__(self, runner: PassRunner, plan: StepPlan, num_slices: int) -> None:
         self._runner = runner
         self._plan = plan
-        self._left = num_slices
+        self.num_left = num_slices
         self._tables = {name: table.copy() for name, table in runner.tables.items()}
         self.budgets: list[float | None] = []
         self._result: StepResult | None = None
@@ -30,8 +30,8 @@ class FakePass:
     def advance(self, seconds: float | None) -> bool:
         """A slice; all of them without a budget."""
         self.budgets.append(seconds)
-        self._left = 0 if seconds is None else self._left - 1
-        if self._left > 0:
+        self.num_left = 0 if seconds is None else self.num_left - 1
+        if self.num_left > 0:
             return False
         assert (self._ring == RING_BYTE).all(), "somebody wrote into the ring of a pass under way"
         self._result = self._runner.compute(self._plan, self._tables)

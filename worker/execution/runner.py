@@ -119,7 +119,9 @@ class ModelRunner:
             hidden_size=self._model.decoder.hidden_size,
             inner_size=pager.inner_size,
         )
-        return plan_passes(facts, self.config.pass_tokens)
+        # On a CPU the link is memory: what is missing is read where it is, at the same price.
+        largest = info.max_model_len if self._device.type == "cuda" else 0
+        return plan_passes(facts, self.config.pass_tokens, largest)
 
     @property
     def largest_chunk(self) -> int:

@@ -76,22 +76,28 @@ def priced_tokens(facts: PassFacts, link_bytes_per_s: float, flops_per_s: float)
 
 def plan_passes(
     facts: PassFacts,
-    tokens: int,
+    asked: int,
+    largest: int,
     link_bytes_per_s: float = PASS_LINK_BYTES_PER_S,
     flops_per_s: float = PASS_FLOPS_PER_S,
     activation_bytes: int = ACTIVATION_BYTES,
 ) -> PassSize:
-    """Passes of ``tokens`` as asked, 0 for none, and what would suit. A ring holds what two layers lack: one half is
-    read while the other is filled; the line tells its size for what ``facts`` say is resident."""
+    """Passes of as many tokens as ``asked``, -1 for none. 0: as many as compute while the link works, as far as their
+    activations fit and a request has so many (``largest``; 0: no passes), and none where nothing has to be brought. A
+    ring holds what two layers lack: one half is read while the other is filled; the line tells its size for what
+    ``facts`` say is resident."""
     transfer_s = facts.missing * facts.place_bytes / link_bytes_per_s
     priced = priced_tokens(facts, link_bytes_per_s, flops_per_s)
     most = max(64, activation_bytes // facts.token_bytes)
+    tokens = max(0, asked)
+    if asked == 0 and largest and facts.missing:
+        tokens = min(priced, most, max(64, largest)) // 64 * 64
     ring = RingRule(facts.num_layers, facts.num_experts)
-    asked = f"prefill passes of up to {tokens} tokens" if tokens else "prompts in steps (pass_tokens=0)"
+    what = f"prefill passes of up to {tokens} tokens" if tokens else "prompts in steps"
     return PassSize(
         tokens,
         ring,
-        f"{asked}; {priced} tokens compute as long as the link works at {link_bytes_per_s / 1e9:.0f} GB/s"
+        f"{what}; {priced} tokens compute as long as the link works at {link_bytes_per_s / 1e9:.0f} GB/s"
         f" ({facts.missing} experts, {transfer_s * 1e3:.0f} ms), {most} fit {activation_bytes / 1e9:.1f} GB of"
         f" activations; a ring of {ring.places(facts.resident_places)} places",
     )

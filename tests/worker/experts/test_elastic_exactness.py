@@ -63,9 +63,9 @@ def test_forced_growth_and_shrinking_leave_the_bits_on_a_gpu(format: str) -> Non
     """Recorded with a step in flight and graphs, replayed eagerly from wherever the experts are."""
     folder = converted_folder("qwen3_5_moe", format)
     config = WorkerConfig(
-        model=str(folder), device="cuda", dtype="bfloat16", arena_bytes=ARENA_BYTES >> 2, max_running=24
+        model=str(folder), device="cuda", dtype="bfloat16", arena_bytes=ARENA_BYTES >> 2, max_running=8
     )
-    forced(config, (1, 7, 24), floor=2, most=24, seeds=range(3))
+    forced(config, (1, 7, 8), floor=2, most=24, seeds=range(3))
 
 
 @pytest.mark.parametrize("format", FORMATS)

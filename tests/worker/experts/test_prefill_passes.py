@@ -196,7 +196,7 @@ def test_the_size_of_a_pass_is_the_links() -> None:
     transfer_s = 48 * 88 * 4_720_128 / 50e9
     priced = int(transfer_s * 300e12 / (6 * 48 * 8 * 2048 * 768)) + 1
     assert priced_tokens(facts, 50e9, 300e12) == priced
-    size = plan_passes(facts, 16_384)
+    size = plan_passes(facts, 16_384, 40_960)
     assert size.tokens == 16_384
     assert f"{priced} tokens compute" in size.line
     assert f"{(2 << 30) // facts.token_bytes} fit" in size.line
@@ -204,5 +204,11 @@ def test_the_size_of_a_pass_is_the_links() -> None:
     assert size.ring.places(48 * 40) == 2 * 88
     assert size.ring.places(48 * 128) == 0
     assert size.ring.places(0) == 2 * 128
-    assert plan_passes(facts, 0).tokens == 0
-    assert "pass_tokens=0" in plan_passes(facts, 0).line
+    most = (2 << 30) // facts.token_bytes
+    assert plan_passes(facts, 0, 40_960).tokens == most // 64 * 64, "what the activations leave"
+    assert plan_passes(facts, 0, 40_960, activation_bytes=1 << 40).tokens == priced // 64 * 64
+    assert plan_passes(facts, 0, 8192).tokens == 8192, "no request is longer"
+    assert plan_passes(replace(facts, resident_places=48 * 128), 0, 8192).tokens == 0
+    assert plan_passes(facts, 0, 0).tokens == 0
+    assert plan_passes(facts, -1, 40_960).tokens == 0
+    assert plan_passes(facts, -1, 40_960).line.startswith("prompts in steps")

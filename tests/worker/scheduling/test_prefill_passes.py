@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -12,7 +13,9 @@ from tests.helpers.fake_pass import PassRunner
 from tests.helpers.fake_runner import expert_spec, full_spec, state_spec, window_spec
 from tests.helpers.scheduling import Desk, bytes_for, make_desk, optimist
 from worker.api import FinishReason
+from worker.loop import STREAMS_PACE
 from worker.scheduling.limits import RingRule
+from worker.scheduling.step import StepResult
 
 SPECS: dict[str, tuple[PageSpec, ...]] = {
     "full": (full_spec(), expert_spec()),
@@ -54,6 +57,26 @@ def test_prompts_that_wait_share_a_pass_and_streams_go_on_beside_it() -> None:
     desk.check_answers()
     desk.check_empty()
     assert runner_of(desk).begun[0].budgets[0] is not None
+
+
+def test_the_pace_of_streams_leaves_the_rest_of_the_time_to_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of a millisecond take two beside a pass: streams are slowed down by what is agreed, not by more."""
+    desk = desk_of()
+    runner = runner_of(desk)
+    collect = runner.collect
+
+    def slowed(handle: object) -> StepResult:
+        beside = bool(runner.begun) and runner.begun[-1].num_left > 0
+        return replace(collect(handle), seconds=2e-3 if beside else 1e-3)
+
+    monkeypatch.setattr(runner, "collect", slowed)
+    desk.ask("stream", prompt(0, 4), max_tokens=60, ignore_eos=True)
+    desk.step(4)
+    desk.ask("p", prompt(1, 80), max_tokens=3)
+    desk.step(6)
+    assert runner.begun[-1].budgets == pytest.approx(
+        [STREAMS_PACE * 1e-3 - 1e-3, STREAMS_PACE * 1e-3 - 2e-3, STREAMS_PACE * 1e-3 - 2e-3]
+    )
 
 
 def test_a_pass_alone_is_computed_at_once() -> None:

@@ -24,7 +24,7 @@ from worker.execution.sampler import SampledRows, Sampler, SamplingStep
 from worker.execution.staging import fetch, make_uploads
 from worker.execution.timing import StepTimer
 from worker.experts.pager import ExpertPager
-from worker.experts.passes import PassFacts, PassSize, plan_passes
+from worker.experts.passes import PassFacts, PassSize, plan_passes, tokens_in_windows
 from worker.layers.decoder import HiddenStates
 from worker.models.base import ExpertFactory
 from worker.models.paged import PagingFactory, paged_factory
@@ -121,6 +121,8 @@ class ModelRunner:
         )
         # On a CPU the link is memory: what is missing is read where it is, at the same price.
         largest = info.max_model_len if self._device.type == "cuda" else 0
+        if self.config.arena_bytes:
+            largest = min(largest, tokens_in_windows(self.page_specs, self.config.arena_bytes))
         return plan_passes(facts, self.config.pass_tokens, largest)
 
     @property

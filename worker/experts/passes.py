@@ -7,9 +7,11 @@ rate``, and the link works for ``missing bytes / link``; T is where the first is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
+from memory.api import PageKind, PageSpec
 from worker.scheduling.limits import RingRule
 
 PASS_FLOPS_PER_S = 300e12
@@ -17,6 +19,9 @@ PASS_FLOPS_PER_S = 300e12
 PASS_LINK_BYTES_PER_S = 50e9
 ACTIVATION_BYTES = 2 << 30
 """Most bytes that the activations of a pass may take."""
+
+
+WINDOW_SHARE = 1 / 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +77,13 @@ def priced_tokens(facts: PassFacts, link_bytes_per_s: float, flops_per_s: float)
     """Tokens that compute for as long as the link brings what is missing."""
     transfer_s = facts.missing * facts.place_bytes / link_bytes_per_s
     return max(64, ceil(transfer_s * flops_per_s / facts.token_flops))
+
+
+def tokens_in_windows(specs: Sequence[PageSpec], arena_bytes: int) -> int:
+    """Most tokens of a chunk whose sliding-window entries, all kept until it is computed, take :data:`WINDOW_SHARE` of
+    an arena; the arena's bytes where no group has a window."""
+    token_bytes = sum(s.page_bytes / s.page_tokens for s in specs if s.kind is PageKind.WINDOW)
+    return int(WINDOW_SHARE * arena_bytes / token_bytes) if token_bytes else arena_bytes
 
 
 def plan_passes(

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from memory.device.residency import Lane
+from tests.helpers.fake_runner import full_spec, window_spec
 from tests.helpers.paging import replay_steps, same_results
 from tests.helpers.quantized import converted_folder
 from worker.api import GenerateRequest, SamplingParams
@@ -17,7 +18,7 @@ from worker.engines.native import NativeEngine
 from worker.execution.prefill_pass import LayerPace
 from worker.execution.runner import ModelRunner
 from worker.experts.pager import ExpertPager
-from worker.experts.passes import PassFacts, plan_passes, priced_tokens
+from worker.experts.passes import PassFacts, plan_passes, priced_tokens, tokens_in_windows
 from worker.models.paged import table_experts
 from worker.scheduling.recording import RecordedStep
 
@@ -211,4 +212,9 @@ def test_the_size_of_a_pass_is_the_links() -> None:
     assert plan_passes(replace(facts, resident_places=48 * 128), 0, 8192).tokens == 0
     assert plan_passes(facts, 0, 0).tokens == 0
     assert plan_passes(facts, -1, 40_960).tokens == 0
+    windowed = [full_spec(64), window_spec(40)]
+    assert (
+        tokens_in_windows(windowed, 1 << 20) == (1 << 16) * windowed[1].page_tokens // windowed[1].page_bytes
+    )
+    assert tokens_in_windows(windowed[:1], 1 << 20) == 1 << 20
     assert plan_passes(facts, -1, 40_960).line.startswith("prompts in steps")

@@ -7,6 +7,9 @@ from collections import deque
 
 from worker.scheduling.request import Request, Status
 
+MOST_ENDED = 64
+"""Ended requests that may lie between those that wait, or as many as wait, if that is more."""
+
 
 class WaitingQueue:
     """Strictly in order: nobody overtakes the head, so a long prompt cannot starve behind short ones."""
@@ -14,7 +17,7 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._fresh: deque[Request] = deque()
         self._returned: list[tuple[int, Request]] = []
-        self._count = 0
+        self._count = self._num_ended = 0
         self.num_tokens = 0
         """tokens to compute before all of them have caught up"""
 
@@ -38,9 +41,18 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         """Takes out a waiting request, wherever it stands; it must still be WAITING, and is ENDED then."""
-        # It stays in its container until it comes to the head: aborts cost no search.
+        # It stays in its container until it comes to the head, or many have ended: aborts cost no search.
         request.status = Status.ENDED
         self._left(request)
+        self._num_ended += 1
+        if self._num_ended > max(MOST_ENDED, self._count):
+            self._drop_ended()
+
+    def _drop_ended(self) -> None:
+        self._fresh = deque(request for request in self._fresh if request.status is Status.WAITING)
+        self._returned = [entry for entry in self._returned if entry[1].status is Status.WAITING]
+        heapq.heapify(self._returned)
+        self._num_ended = 0
 
     def _left(self, request: Request) -> None:
         self._count -= 1
@@ -50,10 +62,12 @@ class WaitingQueue:
         """The next request, left in place."""
         while self._returned and self._returned[0][1].status is not Status.WAITING:
             heapq.heappop(self._returned)
+            self._num_ended -= 1
         if self._returned:
             return self._returned[0][1]
         while self._fresh and self._fresh[0].status is not Status.WAITING:
             self._fresh.popleft()
+            self._num_ended -= 1
         return self._fresh[0] if self._fresh else None
 
     def pop(self) -> Request:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from worker.api import GenerateRequest, Grammar, SamplingParams
 from worker.errors import InvalidRequest
 from worker.loop import EngineLoop
 from worker.scheduling.recording import StepRecorder, read_steps, replay
+from worker.scheduling.request import Request
 from worker.scheduling.snapshots import take_snapshot
 from worker.scheduling.step import StepResult
 
@@ -175,6 +177,24 @@ def test_an_id_is_used_once_at_a_time() -> None:
     desk.finish()
     desk.ask("a", range(10), max_tokens=5)
     desk.finish()
+
+
+def test_requests_given_up_behind_one_that_waits_are_let_go() -> None:
+    desk = make_desk(FULL, max_running=1)
+    for name in ("runs", "waits"):
+        desk.ask(name, range(20), max_tokens=60, ignore_eos=True)
+    desk.step(2)
+    for number in range(1000):
+        desk.ask(f"given up {number}", range(20), max_tokens=60)
+        if number % 100 == 50:
+            desk.ask(f"kept{number}", range(20), max_tokens=2)
+        desk.abort(f"given up {number}")
+    assert len(desk.scheduler.waiting) == 11
+    alive = [thing for thing in gc.get_objects() if type(thing) is Request]
+    assert sum(request.asked.request_id.startswith("given up") for request in alive) < 100
+    desk.finish()
+    desk.check_answers()
+    desk.check_empty()
 
 
 def test_requests_without_a_seed_differ_and_repeat_with_the_worker() -> None:

@@ -39,7 +39,8 @@ from worker.experts.policies import (
     foresight_hits,
 )
 
-GENERATED = (("1 stream", (0,)), ("4 streams, 1 domain", (0,) * 4), ("4 streams, 4 domains", (0, 1, 2, 3)))
+GENERATED = (("generated.s1", (0,)), ("generated.s4", (0,) * 4), ("generated.s4d4", (0, 1, 2, 3)))
+"""Streams and, where there are several, their domains."""
 RECORDED_SHARES = (0.1875, 0.3125, 0.71875)
 TOLD = (-1, 0, 1, 2)
 WARM_SHARE = 0.1
@@ -77,8 +78,7 @@ def recorded_traces(folder: Path, num_steps: int) -> Iterator[Trace]:
         for streams in (1, 4):
             texts = what.texts(chats)
             steps = recorded(what.chosen, texts[len(texts) // 2 :], experts, streams)[:num_steps]
-            plural = "stream" if streams == 1 else "streams"
-            yield Trace(f"recorded {kind}, {streams} {plural}", steps, layers, experts, places, True)
+            yield Trace(f"{kind}.s{streams}", steps, layers, experts, places, True)
 
 
 def policies(pool: Pool, num_steps: int) -> dict[str, Policy]:
@@ -99,8 +99,7 @@ def rows_of(trace: Trace) -> Iterator[dict[str, Value]]:
         pool = Pool(places * trace.num_layers, trace.num_layers, trace.num_experts)
         best = sum(belady_hits(trace.steps, pool.num_places)[warm:]) / uses
         row: dict[str, Value] = {
-            "routing": trace.name,
-            "k": places,
+            "case": f"{trace.name}.k{places}",
             "experts_per_step": round(uses / (len(trace.steps) - warm), 1),
             "belady": round(best, 4),
         }
@@ -142,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prompts = "generated routing; the demonstration model's own routing on half of its evaluation texts"
     rows = tuple(row for trace in traces for row in rows_of(trace))
     for name in ("lfru", "best_known", "told_1"):
-        ratios = [float(row[f"{name}_of_belady"] or 0) for row in rows if "recorded" in str(row["routing"])]
+        ratios = [float(row[f"{name}_of_belady"] or 0) for row in rows if row["told_1_of_belady"] is not None]
         if ratios:
             notes.append(f"{name} on recorded routing: {min(ratios):.1%} of Belady's hits at worst.")
     conditions = Conditions(

@@ -170,8 +170,7 @@ def test_a_row_names_every_policy_and_its_share_of_belady() -> None:
     trace = Trace("small", generate(SMALL, (0,), 60, 1), 3, 16, (4,), True)
     (row,) = rows_of(trace)
     assert list(row) == [
-        "routing",
-        "k",
+        "case",
         "experts_per_step",
         "belady",
         "lru",

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from kernels._reference.experts import DENSE, FP8_BLOCK, FP8_BLOCK_SIZE, INT4, BlockFormat
+from kernels._reference.experts import DENSE, FP8_BLOCK, FP8_BLOCK_SIZE, INT4, MXFP4, BlockFormat
 from kernels._triton.expert_weights import (
     from_e2m1,
     from_fp8,
@@ -25,9 +25,8 @@ from kernels._triton.expert_weights import (
 )
 from kernels._triton.experts_group import combine, copy_blocks, group_pairs
 
-LEAST_TOKENS = {DENSE: 64}
-LEAST_TOKENS_PACKED = 192
-"""Tokens that an expert has on average from which on these launches are the faster ones."""
+LEAST_TOKENS = {DENSE: 64, FP8_BLOCK: 192, INT4: 320, MXFP4: 160}
+"""Tokens that an expert has on average from which on these launches are the faster ones, measured on an H200."""
 SCRATCH_BYTES = 320 << 20
 """Unpacked weights at a time, at most (but one expert's at least)."""
 MAX_SHARING = 16
@@ -208,7 +207,7 @@ def _wide_down(
 
 def serves(block: BlockFormat, tokens: int, experts_per_token: int, num_experts: int) -> bool:
     """Whether a launch of so many tokens has enough of them per expert, and scales lie as unpacking takes them."""
-    least = LEAST_TOKENS.get(block.kind, LEAST_TOKENS_PACKED)
+    least = LEAST_TOKENS[block.kind]
     groups = (block.group, block.down_group or block.group) if block.kind >= INT4 else ()
     whole = all(group > 1 and (2 * UNPACKED_BYTES) % group == 0 for group in groups)
     return whole and tokens * experts_per_token >= least * num_experts

@@ -134,7 +134,7 @@ def test_launches_with_many_tokens_per_expert_are_wide(monkeypatch: pytest.Monke
     monkeypatch.setattr(wide, "run_experts", counted)
     narrow = face.run_experts(*moved)
     assert not seen
-    monkeypatch.setattr(wide, "LEAST_TOKENS_PACKED", 2)
+    monkeypatch.setitem(wide.LEAST_TOKENS, face.INT4, 2)
     broad = face.run_experts(*moved)
     assert seen == [TOKENS]
     assert case.error(narrow) < 2e-6

@@ -76,8 +76,10 @@ def measure(
     prompts = random_prompts(case.batch, case.tokens, bench.vocab_size)
     bench.runner.claims = True
     bench.log.steps.clear()
-    generate(bench.engine, prompts, case.num_steps + SKIPPED + 2, bench.runner.gate)
+    generate(bench.engine, prompts, case.num_steps + SKIPPED + 2)
     steps = bench.log.decode_steps(case.batch, SKIPPED)
+    if len(steps) < 2:
+        raise RuntimeError(f"{label}: {case.batch} rows never decoded together")
     step_s = (steps[-1].at_s - steps[0].at_s) / (len(steps) - 1)
     distinct = bench.runner.distinct_experts(case.batch)
     context = case.tokens + SKIPPED + case.num_steps / 2

@@ -78,7 +78,6 @@ class BenchmarkRunner(ModelRunner):
 
     Attributes:
         claims: whether steps with prompts are claimed.
-        gate: while it is not set, steps wait (so that all requests of a batch are there when its first step begins).
     """
 
     def __init__(self, config: WorkerConfig, batches: Sequence[int] = (), chunks: Sequence[int] = ()) -> None:
@@ -87,8 +86,6 @@ class BenchmarkRunner(ModelRunner):
         self._batches, self._chunks = frozenset(batches), tuple(chunks)
         self._routed: list[RoutedAlike] = []
         self.claims = False
-        self.gate = threading.Event()
-        self.gate.set()
         self._noise = np.random.default_rng(0)
         super().__init__(config, self._alike_experts if config.experts == "resident" else None)
 
@@ -119,7 +116,6 @@ class BenchmarkRunner(ModelRunner):
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """See :meth:`ModelRunner.launch`."""
-        self.gate.wait()
         if not self.claims or plan.num_rows == plan.num_decode_rows:
             return super().launch(plan)
         timer = StepTimer(self._device)
@@ -267,40 +263,27 @@ async def _follow(engine: NativeEngine, name: str) -> None:
         await asyncio.sleep(COALESCE_S)  # as the service reads: in batches
 
 
-async def _generate(
-    engine: NativeEngine,
-    prompts: Sequence[Sequence[int]],
-    sampling: SamplingParams,
-    gate: threading.Event | None,
-) -> None:
+async def _generate(engine: NativeEngine, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> None:
     names = [f"{time.perf_counter()}-{number}" for number in range(len(prompts))]
-    if gate is not None:
-        gate.clear()
-    try:
+    # The step loop takes requests under this lock: its first step finds all of them. Beside rows that decode already,
+    # prompts would join a few at a time.
+    with engine._changed:
         for name, prompt in zip(names, prompts, strict=True):
             engine.submit(GenerateRequest(name, tuple(prompt), sampling))
-    finally:
-        if gate is not None:
-            gate.set()
     await asyncio.gather(*(_follow(engine, name) for name in names))
 
 
-def generate(
-    engine: NativeEngine,
-    prompts: Sequence[Sequence[int]],
-    num_new: int,
-    gate: threading.Event | None = None,
-) -> None:
-    """``num_new`` tokens for each prompt, all at once, greedily; ``gate``: see :class:`BenchmarkRunner`."""
+def generate(engine: NativeEngine, prompts: Sequence[Sequence[int]], num_new: int) -> None:
+    """``num_new`` tokens for each prompt, all at once, greedily."""
     sampling = SamplingParams(max_tokens=num_new, temperature=0.0, ignore_eos=True)
-    asyncio.run(_generate(engine, prompts, sampling, gate))
+    asyncio.run(_generate(engine, prompts, sampling))
 
 
 @contextmanager
 def generating(bench: GpuBench, prompts: Sequence[Sequence[int]], num_new: int) -> Iterator[None]:
     """The same beside what is done within, which begins when all rows decode."""
     bench.log.steps.clear()
-    thread = threading.Thread(target=generate, args=(bench.engine, prompts, num_new, bench.runner.gate))
+    thread = threading.Thread(target=generate, args=(bench.engine, prompts, num_new))
     thread.start()
     while len(bench.log.decode_steps(len(prompts), 0)) < 3 and thread.is_alive():
         time.sleep(1e-3)

@@ -44,7 +44,7 @@ def decode_step_s(bench: GpuBench, rows: int, context: int) -> float:
     bench.runner.claims = True
     bench.log.steps.clear()
     num_new = STEPS + SKIPPED + num_claiming(bench, rows, context)
-    generate(bench.engine, random_prompts(rows, context, bench.vocab_size), num_new, bench.runner.gate)
+    generate(bench.engine, random_prompts(rows, context, bench.vocab_size), num_new)
     steps = bench.log.decode_steps(rows, SKIPPED)
     return (steps[-1].at_s - steps[0].at_s) / (len(steps) - 1)
 

@@ -83,7 +83,7 @@ class PrefillTable:
     def needs(self, geometry: ModelGeometry, available: int) -> Needs:
         """See :class:`benchmarks.model_tables.Table`."""
         most = max(self.tokens)
-        return Needs(arena_for(geometry, 2, most + 2), 4, 2 * most, most, (1,), tuple(self.tokens))
+        return Needs(arena_for(geometry, 2, most + 2), 4, most + 64, most, (1,), tuple(self.tokens))
 
     def fill(self, bench: GpuBench, model: str, rates: Rates) -> None:
         """See :class:`benchmarks.model_tables.Table`."""

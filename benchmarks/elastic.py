@@ -37,12 +37,13 @@ from pathlib import Path
 from benchmarks.elasticity.merge import merge_parts
 from benchmarks.elasticity.phases import Phase, PhaseLog, Prompt, recovered_s
 from benchmarks.elasticity.prefill import PrefillTimes
-from benchmarks.elasticity.routing import ImposedRouting
+from benchmarks.elasticity.routing import ImposedRouting, Routing
 from benchmarks.elasticity.stage import Run, Setup, Stage, count_wrong
 from benchmarks.elasticity.stalls import StepFacts, max_stall_s
 from benchmarks.report import Conditions, Report, Value, publish, report_parser
 from benchmarks.shapes import shape_folder
 from worker.config import WorkerConfig
+from worker.scheduling.recording import RecordedStep
 
 Row = dict[str, Value]
 ELASTIC = "elastic"
@@ -137,6 +138,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prefill", type=int, nargs="*", default=[1024], help="prompts that are timed")
     parser.add_argument("--prefill-at", type=int, default=16, help="experts a layer meanwhile")
     parser.add_argument("--no-replay", action="store_true", help="do not count wrong tokens")
+    parser.add_argument("--replay-steps", type=int, default=1 << 30, help="so many of the elastic run's")
     parser.add_argument("--merge", type=Path, nargs="+", help="only put these reports together")
     found: argparse.Namespace = parser.parse_args(arguments)
     return found
@@ -156,27 +158,39 @@ class Found:
     started_s: float = 0.0
 
 
-def measure(setup: Setup, options: argparse.Namespace) -> tuple[Found, Stage]:
-    """All settings in turn on one engine, which is closed behind them."""
+def measure(setup: Setup, options: argparse.Namespace) -> tuple[Found, list[RecordedStep], Routing | None]:
+    """All settings in turn on one engine, which is closed behind them, the elastic run's steps, and what routing was
+    imposed."""
     found = Found()
     wanted = list(options.settings)
     with closing(Stage(setup, keep=not options.no_replay)) as stage:
         found.num_layers, found.place_bytes = stage.num_layers, stage.place_bytes
         found.num_experts = stage.engine.model.num_experts
         found.link_bytes_per_s, found.started_s = stage.link_bytes_per_s, stage.started_s
+        print(f"started in {stage.started_s:.1f} s", flush=True)
         if ELASTIC in wanted:
             found.runs[ELASTIC] = stage.run()
             found.facts = stage.recorder.facts(found.place_bytes)
+            tell(ELASTIC, found.runs[ELASTIC])
         fixed = {int(name.removeprefix("k")) for name in wanted if name != ELASTIC}
         timed = {options.prefill_at, found.num_experts} if options.prefill else set()
         for count in sorted(fixed | timed, reverse=True):
             stage.fix_places(count)
             if count in timed:
                 found.prefills[count] = stage.time_prefills(options.prefill)
+                print(f"k{count}: {found.prefills[count]}", flush=True)
                 stage.fix_places(count)
             if count in fixed:
                 found.runs[f"k{count}"] = stage.run()
-    return found, stage
+                tell(f"k{count}", found.runs[f"k{count}"])
+    return found, stage.recorder.steps, stage.routing
+
+
+def tell(name: str, run: Run) -> None:
+    """A run's rates at once: the rest may be cut off."""
+    found = zip(run.logs, run.rates, strict=True)
+    rates = (f"{log.name} {rate:.0f} ({mean_places(run, log):.0f} places)" for log, rate in found)
+    print(f"{name}: tokens/s {', '.join(rates)}", flush=True)
 
 
 def prefill_rows(found: Found, lengths: Sequence[int], num_experts: int) -> list[Row]:
@@ -252,10 +266,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         publish(merge_parts([json.loads(path.read_text()) for path in options.merge]), options.json)
         return
     setup = make_setup(options)
-    found, stage = measure(setup, options)
+    found, steps, routing = measure(setup, options)
     more = prefill_rows(found, options.prefill, options.prefill_at)
     if ELASTIC in found.runs:
-        wrong = None if options.no_replay else count_wrong(setup, stage.recorder.steps)
+        wrong = None if options.no_replay else count_wrong(setup, steps[: options.replay_steps], routing)
         more.append(elastic_row(found, wrong))
     notes = [
         f"{options.seconds:g} s a phase; one engine, started in {found.started_s:.1f} s",

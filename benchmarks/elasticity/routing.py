@@ -22,7 +22,7 @@ from worker.models.base import ExpertLayer
 from worker.models.paged import PagedFactory, paged_factory, table_experts
 
 TRACE_STEPS = 64
-DRAWN_LAYERS = 6
+DRAWN_LAYERS = 4
 """Layers beyond these take the draws of one of them with its experts in another order."""
 
 
@@ -94,12 +94,13 @@ class ImposedLayer:
 class ImposedFactory:
     """Makes layers under imposed routing, paged or all resident, as ``config.experts`` says."""
 
-    def __init__(self, config: WorkerConfig, imposed: ImposedRouting) -> None:
+    def __init__(self, config: WorkerConfig, imposed: ImposedRouting, routing: Routing | None = None) -> None:
+        """``routing``: one that was drawn already."""
         self._config = config
         self._imposed = imposed
         self._paged: PagedFactory | None = paged_factory(config) if config.experts == "paged" else None
         self._layers: dict[int, int] = {}
-        self.routing: Routing | None = None
+        self.routing = routing
 
     def __call__(self, experts: ExpertLayer, source: WeightSource) -> RoutedExperts:
         """See :class:`worker.models.base.ExpertFactory`."""
@@ -130,6 +131,6 @@ class ImposedPagedFactory(ImposedFactory):
         return self._paged.finish(device)
 
 
-def impose(config: WorkerConfig, imposed: ImposedRouting) -> ImposedFactory:
-    """The factory for a runner under ``config``."""
-    return (ImposedPagedFactory if config.experts == "paged" else ImposedFactory)(config, imposed)
+def impose(config: WorkerConfig, imposed: ImposedRouting, routing: Routing | None = None) -> ImposedFactory:
+    """The factory for a runner under ``config``; ``routing``: one that was drawn already."""
+    return (ImposedPagedFactory if config.experts == "paged" else ImposedFactory)(config, imposed, routing)

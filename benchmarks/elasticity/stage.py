@@ -44,8 +44,10 @@ class Setup:
 class CountingRunner(ModelRunner):
     """Counts what each step read over the link in the order of the stream, and tells imposed routing of passes."""
 
-    def __init__(self, config: WorkerConfig, imposed: ImposedRouting | None) -> None:
-        factory = None if imposed is None else impose(config, imposed)
+    def __init__(
+        self, config: WorkerConfig, imposed: ImposedRouting | None, routing: Routing | None = None
+    ) -> None:
+        factory = None if imposed is None else impose(config, imposed, routing)
         if factory is None and config.experts == "resident":
             super().__init__(config, lambda e, source: table_experts(e, source, config.deterministic))
         else:
@@ -160,9 +162,14 @@ class Stage:
         self._experts = experts
         if isinstance(runner, LinkedRunner):
             self.recorder.clock = experts.clock = runner.clock
-        if isinstance(runner, CountingRunner) and runner.routing is not None:
-            runner.routing.rewind()
+        if self.routing is not None:
+            self.routing.rewind()
         self._number = 0
+
+    @property
+    def routing(self) -> Routing | None:
+        """What is imposed."""
+        return self.recorder.runner.routing if isinstance(self.recorder.runner, CountingRunner) else None
 
     def _make(self, config: WorkerConfig) -> ModelRunner:
         setup = self.setup
@@ -259,10 +266,13 @@ class Stage:
         self.engine.close()
 
 
-def count_wrong(setup: Setup, steps: Sequence[RecordedStep]) -> int:
-    """Tokens of recorded steps that differ when all experts are resident, the kernel being the same."""
+def count_wrong(setup: Setup, steps: Sequence[RecordedStep], routing: Routing | None = None) -> int:
+    """Tokens of recorded steps that differ when all experts are resident, the kernel being the same. ``routing``: what
+    was imposed."""
     config = replace(setup.config, experts="resident", expert_bytes=0, pass_tokens=0)
-    runner = CountingRunner(config, setup.routing)
+    runner = CountingRunner(config, setup.routing, routing)
+    if routing is not None:
+        routing.rewind()
     runner.attach_memory(runner.page_specs, config.arena_bytes)
     wrong = 0
     for step in sorted(steps, key=lambda step: step.plan.step):

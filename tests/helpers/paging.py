@@ -119,8 +119,8 @@ def replay_poisoned(
         apply(commands)
 
     runner.arena.apply = take_bytes  # type: ignore[method-assign]
-    hashes, size = pager.host.hashes, pager.host.block_bytes
-    check = ResidencyCheck(pager.residency, places, hashes, size)
+    hashes = pager.host.hashes.to(places.device)
+    check = ResidencyCheck(pager.residency, places, hashes, pager.host.block_bytes)
     results, counts = [], []
     for step in steps:
         results.append(runner.run(step.plan))

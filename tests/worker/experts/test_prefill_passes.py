@@ -109,8 +109,9 @@ def test_passes_give_the_bits_of_residency(format: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", FORMATS)
-def test_passes_give_the_bits_of_residency_on_a_gpu(format: str) -> None:
+def test_passes_give_the_bits_of_residency_on_a_gpu(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a step in flight, graphs, and the ring filled on a stream of its own."""
+    monkeypatch.setattr(LayerPace, "layers", lambda *_: 1)
     config = settings(format, device="cuda", dtype="bfloat16", max_running=8)
     steps, pager = passes_have_the_bits_of_residency(config, tokens=200)
     assert max(len(beside) for beside in steps_beside_passes(steps)) > 1, "streams waited for the passes"

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
-FusedDecode = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+class FusedDecode(Protocol):
+    """What advances rows by one token; see :func:`kernels._triton.delta_decode.delta_net_decode`."""
+
+    def __call__(
+        self,
+        inner: torch.Tensor,
+        conv_pages: torch.Tensor,
+        state_pages: torch.Tensor,
+        page: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Answers [rows, v_heads * d_v], gated and normed; in ``out`` where it is given."""
+        ...
 
 
 def fused_decode(
@@ -18,8 +31,7 @@ def fused_decode(
     eps: float,
     l2_eps: float,
 ) -> FusedDecode | None:
-    """What advances rows by one token: (inner, conv_pages, state_pages, page) to [rows, v_heads * d_v], gated and
-    normed; see :func:`kernels._triton.delta_decode.delta_net_decode`. None where its parts are called one by one.
+    """What advances rows by one token for one layer; None where its parts are called one by one.
 
     Args:
         conv: [width, channels]; decay_rate, decay_bias: [v_heads] float32; norm: [d_v] float32.
@@ -37,9 +49,13 @@ def fused_decode(
         return None
 
     def run(
-        inner: torch.Tensor, conv_pages: torch.Tensor, state_pages: torch.Tensor, page: torch.Tensor
+        inner: torch.Tensor,
+        conv_pages: torch.Tensor,
+        state_pages: torch.Tensor,
+        page: torch.Tensor,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return delta_decode.delta_net_decode(inner, parameters, conv_pages, state_pages, page)
+        return delta_decode.delta_net_decode(inner, parameters, conv_pages, state_pages, page, out)
 
     return run
 

@@ -80,17 +80,25 @@ def add_norm(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, eps: float)
     return rms_norm(x.add_(y), weight, eps)
 
 
-def gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def gated_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """``rms_norm(x, weight) * silu(gate)``, computed in float32 and cast to gate's dtype; x may be overwritten.
 
     Args:
         x: [rows, heads, dim] float32; gate: [rows, heads * dim]; weight: [dim] float32.
+        out: [rows, heads * dim] to be filled, or None.
+
+    Returns:
+        [rows, heads * dim].
     """
-    if native.serves(x) and native.serves(gate) and x.is_contiguous() and gate.stride(1) == 1:
-        return native.gated_norm(x, gate, weight, eps)
     if x.is_cuda:
-        return _on_gpu().gated_norm(x, gate, weight, eps)
-    return rms_norm(x, weight, eps).mul_(reference.silu(gate.float()).view(x.shape)).to(gate.dtype)
+        return _on_gpu().gated_norm(x, gate, weight, eps, out)
+    if native.serves(x) and native.serves(gate) and x.is_contiguous() and gate.stride(1) == 1:
+        found = native.gated_norm(x, gate, weight, eps)
+    else:
+        found = rms_norm(x, weight, eps).mul_(reference.silu(gate.float()).view(x.shape)).to(gate.dtype)
+    return found.flatten(1) if out is None else out.copy_(found.flatten(1))
 
 
 def mul_sigmoid(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:

@@ -113,6 +113,7 @@ def delta_net_decode(
     conv_pages: torch.Tensor,
     state_pages: torch.Tensor,
     page: torch.Tensor,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Advances states by one token per row.
 
@@ -120,6 +121,7 @@ def delta_net_decode(
         inner: [rows, channels + values + 2 * v_heads]: q, k, v before the convolution, z, b, a; rows may lie apart.
         conv_pages: [pages, width - 1, channels] strided view; state_pages: [pages, v_heads, d, d] strided view, both
             contiguous below the page (the head). page: [rows] int64, -1 in padding rows.
+        out: [rows, v_heads * d] to be filled, contiguous, or None.
 
     Returns:
         [rows, v_heads * d] in inner's dtype: what the layer's last product takes; zero in padding rows.
@@ -131,7 +133,8 @@ def delta_net_decode(
         raise ValueError("rows of inner, columns and states must be contiguous")
     overlap = overlaps(inner)
     heads = torch.empty(rows, channels, dtype=torch.float32, device=inner.device)
-    out = torch.empty(rows, sizes.num_value_heads * dim, dtype=inner.dtype, device=inner.device)
+    if out is None:
+        out = torch.empty(rows, sizes.num_value_heads * dim, dtype=inner.dtype, device=inner.device)
     _prepare[(rows, units)](
         inner, sizes.conv, conv_pages, page, heads, inner.stride(0), conv_pages.stride(0), channels,
         2 * sizes.num_key_heads, sizes.num_key_heads, sizes.l2_eps, dim**-0.5,
@@ -141,6 +144,6 @@ def delta_net_decode(
         heads, inner, sizes.decay_bias, sizes.decay_rate, sizes.norm, state_pages, page, out,
         channels, inner.stride(0), state_pages.stride(0), state_pages.stride(1),
         sizes.num_value_heads // sizes.num_key_heads, sizes.num_key_heads, sizes.num_value_heads, sizes.eps,
-        DIM=dim, OVERLAP=overlap, num_warps=8 if dim >= 128 else 4, launch_pdl=overlap,
+        DIM=dim, OVERLAP=overlap, num_warps=4, launch_pdl=overlap,
     )  # fmt: skip
     return out

@@ -123,30 +123,36 @@ def add_norm(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, eps: float)
 
 @triton.jit
 def _gated_norm(
-    x, gate, weight, out, x_row, x_head, g_row, o_row, eps, DIM: tl.constexpr, DIM_PAD: tl.constexpr
-):
+    x, gate, weight, out, heads, x_row, x_head, g_row, o_row, eps,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     column = tl.arange(0, DIM_PAD)
-    real = column < DIM
-    value = tl.load(x + row * x_row + head * x_head + column, mask=real, other=0.0).to(tl.float32)
-    value *= 1.0 / tl.sqrt(tl.sum(value * value, 0) / DIM + eps)
-    value *= tl.load(weight + column, mask=real, other=0.0).to(tl.float32)
-    opened = tl.load(gate + row * g_row + head * DIM + column, mask=real, other=0.0).to(tl.float32)
+    real = (head < heads)[:, None] & (column < DIM)[None, :]
+    at = head[:, None] * DIM + column[None, :]
+    value = tl.load(x + row * x_row + head[:, None] * x_head + column[None, :], mask=real, other=0.0).to(tl.float32)
+    opened = tl.load(gate + row * g_row + at, mask=real, other=0.0).to(tl.float32)
+    value *= (1.0 / tl.sqrt(tl.sum(value * value, 1) / DIM + eps))[:, None]
+    value *= tl.load(weight + column, mask=column < DIM, other=0.0).to(tl.float32)[None, :]
     value *= opened * tl.sigmoid(opened)
-    tl.store(out + row * o_row + head * DIM + column, value.to(out.dtype.element_ty), mask=real)
+    tl.store(out + row * o_row + at, value.to(out.dtype.element_ty), mask=real)
 
 
-def gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def gated_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """See :func:`kernels.pointwise.gated_norm`."""
     rows, heads, dim = x.shape
-    if x.stride(2) != 1 or gate.stride(1) != 1:
+    if out is None:
+        out = torch.empty(rows, heads * dim, dtype=gate.dtype, device=x.device)
+    if x.stride(2) != 1 or gate.stride(1) != 1 or out.stride(1) != 1:
         raise ValueError("rows must be contiguous")
-    out = torch.empty(rows, heads, dim, dtype=gate.dtype, device=x.device)
     pad = triton.next_power_of_2(dim)
-    _gated_norm[(rows, heads)](
-        x, gate, weight, out, x.stride(0), x.stride(1), gate.stride(0), out.stride(0), eps,
-        DIM=dim, DIM_PAD=pad, num_warps=_warps(pad),
+    block = max(1, min(_BLOCK // pad, triton.next_power_of_2(heads)))
+    _gated_norm[(rows, triton.cdiv(heads, block))](
+        x, gate, weight, out, heads, x.stride(0), x.stride(1), gate.stride(0), out.stride(0), eps,
+        DIM=dim, DIM_PAD=pad, HEADS=block, num_warps=4,
     )  # fmt: skip
     return out
 

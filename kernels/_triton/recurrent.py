@@ -12,6 +12,7 @@ import triton.language as tl
 
 _BLOCK_V = 32
 _CHANNELS = 256
+_CONV_TOKENS, _CONV_CHANNELS = 16, 128
 _STATE_BLOCK = 8192
 
 
@@ -210,34 +211,34 @@ def causal_conv_step(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _conv_rows(
-    x, weight, states, page, token_row, query_start, out, channels, x_row, s_page,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    x, weight, states, page, token_row, query_start, out, tokens, channels, x_row, s_page,
+    WIDTH: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    row = tl.load(token_row + token)
-    if row < 0:
-        return
-    number = tl.load(page + row)
-    if number < 0:
-        return
-    place = token - tl.load(query_start + row) + tl.zeros([BLOCK], tl.int64)
+    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    row = tl.load(token_row + token, mask=token < tokens, other=-1)
+    number = tl.load(page + row, mask=row >= 0, other=-1)
+    mine = number >= 0
+    place = token - tl.load(query_start + row, mask=mine, other=0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    real = channel < channels
-    factor = tl.load(weight + (WIDTH - 1) * channels + channel, mask=real, other=0.0).to(tl.float32)
-    total = tl.load(x + token * x_row + channel, mask=real, other=0.0).to(tl.float32) * factor
+    held = channel < channels
+    real = mine[:, None] & held[None, :]
+    at = x + token[:, None] * x_row + channel[None, :]
+    columns = states + number[:, None] * s_page + channel[None, :]
+    factor = tl.load(weight + (WIDTH - 1) * channels + channel, mask=held, other=0.0).to(tl.float32)
+    total = tl.load(at, mask=real, other=0.0).to(tl.float32) * factor[None, :]
     for tap in tl.static_range(WIDTH - 1):
         back = WIDTH - 1 - tap
         # Tokens before the chunk lie in the state: its last column is the one just before the chunk's first.
-        inside = place >= back
-        near = tl.load(x + (token - back) * x_row + channel, mask=real & inside, other=0.0).to(tl.float32)
-        column = states + number * s_page + (WIDTH - 1 + place - back) * channels + channel
-        far = tl.load(column, mask=real & (place < back), other=0.0).to(tl.float32)
-        factor = tl.load(weight + tap * channels + channel, mask=real, other=0.0).to(tl.float32)
-        total += tl.where(inside, near, far) * factor
+        inside = (place >= back)[:, None]
+        near = tl.load(at - back * x_row, mask=real & inside, other=0.0).to(tl.float32)
+        before = columns + (WIDTH - 1 + place - back)[:, None] * channels
+        far = tl.load(before, mask=real & (place < back)[:, None], other=0.0).to(tl.float32)
+        factor = tl.load(weight + tap * channels + channel, mask=held, other=0.0).to(tl.float32)
+        total += tl.where(inside, near, far) * factor[None, :]
     result = total * tl.sigmoid(total)
-    tl.store(out + token * channels + channel, result.to(out.dtype.element_ty), mask=real)
+    tl.store(out + token[:, None] * channels + channel[None, :], result.to(out.dtype.element_ty), mask=real)
 
 
 @triton.jit
@@ -279,9 +280,9 @@ def causal_conv_rows(
     _check_columns(state_pages, channels)
     out = torch.empty(tokens, channels, dtype=x.dtype, device=x.device)
     blocks, width = triton.cdiv(channels, _CHANNELS), weight.shape[0]
-    _conv_rows[(tokens, blocks)](
-        x, weight, state_pages, page, token_row, query_start, out, channels, x.stride(0), state_pages.stride(0),
-        WIDTH=width, BLOCK=_CHANNELS, enable_fp_fusion=False,
+    _conv_rows[(triton.cdiv(tokens, _CONV_TOKENS), triton.cdiv(channels, _CONV_CHANNELS))](
+        x, weight, state_pages, page, token_row, query_start, out, tokens, channels, x.stride(0), state_pages.stride(0),
+        WIDTH=width, TOKENS=_CONV_TOKENS, BLOCK=_CONV_CHANNELS, enable_fp_fusion=False,
     )  # fmt: skip
     _keep_columns[(page.shape[0], blocks)](
         x,

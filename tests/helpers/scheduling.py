@@ -153,7 +153,7 @@ def make_desk(
     host_tier_bytes: int = 0,
     pass_tokens: int = 0,
     ring: RingRule | None = None,
-    chunk_tokens: int = 1024,
+    chunk_tokens: int = 960,
 ) -> Desk:
     """``ledger`` is one of LEDGERS; the free lists know no prefix cache."""
     arena_bytes -= arena_bytes % 128

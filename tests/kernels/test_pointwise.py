@@ -145,7 +145,10 @@ def test_gated_norm_norms_each_head_before_its_gate() -> None:
     x, gate, weight = torch.randn(3, 2, 21), torch.randn(3, 50)[:, 3:45], torch.randn(21)
     normed = x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight
     expected = normed * (gate * gate.sigmoid()).view(3, 2, 21)
-    torch.testing.assert_close(gated_norm(x.clone(), gate, weight, 1e-6), expected)
+    torch.testing.assert_close(gated_norm(x.clone(), gate, weight, 1e-6), expected.flatten(1))
+    room = torch.empty(3, 42)
+    assert gated_norm(x.clone(), gate, weight, 1e-6, room) is room
+    torch.testing.assert_close(room, expected.flatten(1))
 
 
 @pytest.mark.usefixtures("twins")

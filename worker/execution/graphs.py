@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sized
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -18,6 +19,22 @@ from worker.scheduling.step import StepPlan
 log = logging.getLogger(__name__)
 
 WARM_UPS, MIXED_WARM_UPS = 2, 1
+
+
+@contextmanager
+def _told(what: str, graphs: Sized) -> Iterator[None]:
+    """Says what capturing took."""
+    torch.cuda.synchronize()
+    started_s, reserved = time.perf_counter(), torch.cuda.memory_reserved()
+    yield
+    torch.cuda.synchronize()
+    log.info(
+        "captured %d graphs of %s in %.1f s, %.2f GB for their tensors",
+        len(graphs),
+        what,
+        time.perf_counter() - started_s,
+        (torch.cuda.memory_reserved() - reserved) / 1e9,
+    )
 
 
 class GraphPool:
@@ -72,12 +89,9 @@ class DecodeGraphs:
 
     def capture(self, pool: GraphPool, keys: list[tuple[int, int]] | None = None) -> None:
         """Captures ``keys`` (None: all). Nothing may be in flight."""
-        started_s = time.perf_counter()
-        torch.cuda.synchronize()
-        for key in self.keys if keys is None else keys:
-            self._graphs[key] = pool.capture(partial(self._steps.forward, *key), WARM_UPS)
-        torch.cuda.synchronize()
-        log.info("captured %d decode graphs in %.1f s", len(self._graphs), time.perf_counter() - started_s)
+        with _told("decode steps", self._graphs):
+            for key in self.keys if keys is None else keys:
+                self._graphs[key] = pool.capture(partial(self._steps.forward, *key), WARM_UPS)
 
     def _key(self, num_rows: int, longest: int) -> tuple[int, int]:
         """Padded sizes for so many rows, the longest context among them being so long."""

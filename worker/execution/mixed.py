@@ -10,6 +10,7 @@ have no pages (-1), no tokens of chunks and nothing to see (kv_len 0); padding t
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,10 +28,13 @@ from worker.execution.staging import Uploads
 from worker.layers.decoder import Decoder
 from worker.scheduling.step import IntArray, StepPlan
 
-CHUNK_SIZES = (16, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
-"""Padded numbers of chunk tokens. Above the last one the device is busy for longer than the host launches."""
+ALONE = (16, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
+BESIDE = (64, 192, 320, 448, 704, 960, 1472, 1984)
+"""Padded numbers of chunk tokens, of steps without decode rows and beside them: with 64 rows whole tiles of products.
+Above the last ones the device is busy for longer than the host launches."""
 MANY_ROWS = 64
-"""Up to so many tokens any number of rows may bring them; above, rows that are not there cost time as well."""
+"""Up to so many tokens any number of rows may bring them; above, rows that are not there cost time as well, where rows
+have recurrent states."""
 TOKENS_PER_ROW, LEAST_ROWS = 128, 8
 FIRST_BOUND = 16384
 TOKEN_FIELDS = ("token", "slot", "position", "live")
@@ -43,43 +47,55 @@ class MixedSizes:
     """The sizes that steps are padded to, each ascending.
 
     Attributes:
-        rows: numbers of decode rows, 0 among them.
-        tokens: numbers of chunk tokens.
+        rows: numbers of decode rows, 0 first.
+        alone: numbers of chunk tokens of steps without decode rows.
+        beside: the same beside decode rows.
         bounds: longest contexts.
         max_running: most rows of a step.
+        recurrent: whether rows have recurrent states.
     """
 
     rows: tuple[int, ...]
-    tokens: tuple[int, ...]
+    alone: tuple[int, ...]
+    beside: tuple[int, ...]
     bounds: tuple[int, ...]
     max_running: int
+    recurrent: bool
 
     @classmethod
-    def of(cls, max_running: int, max_step_tokens: int, max_model_len: int) -> MixedSizes:
-        """Sizes for an engine's limits."""
+    def of(cls, max_running: int, max_step_tokens: int, max_model_len: int, recurrent: bool) -> MixedSizes:
+        """Sizes for an engine's limits and a model with or without recurrent states."""
         rows, size = [0], 64
         while size < max_running:
             rows.append(size)
             size *= 4
-        tokens = [size for size in CHUNK_SIZES if size < max_step_tokens]
-        if max_step_tokens <= CHUNK_SIZES[-1]:
-            tokens.append(-(-max_step_tokens // 16) * 16)
         bounds = [bound for bound in (FIRST_BOUND,) if 2 * bound < max_model_len]
-        return cls((*rows, max_running), tuple(tokens), (*bounds, max_model_len), max_running)
+        return cls(
+            (*rows, max_running),
+            _up_to(ALONE, max_step_tokens),
+            _up_to(BESIDE, max_step_tokens - 1),
+            (*bounds, max_model_len),
+            max_running,
+            recurrent,
+        )
+
+    def tokens(self, rows: int) -> tuple[int, ...]:
+        """Numbers of chunk tokens beside so many decode rows."""
+        return self.beside if rows else self.alone
 
     def chunk_rows(self, tokens: int) -> int:
         """Most rows that may bring so many chunk tokens."""
-        return min(
-            self.max_running, tokens if tokens <= MANY_ROWS else max(LEAST_ROWS, tokens // TOKENS_PER_ROW)
-        )
+        if tokens <= MANY_ROWS or not self.recurrent:
+            return min(self.max_running, tokens)
+        return min(self.max_running, max(LEAST_ROWS, tokens // TOKENS_PER_ROW))
 
     @property
     def keys(self) -> list[MixedKey]:
         """All keys, largest first: later ones fit in the memory of the first."""
         return [
             (rows, tokens, bound)
-            for tokens in reversed(self.tokens)
             for rows in reversed(self.rows)
+            for tokens in reversed(self.tokens(rows))
             for bound in reversed(self.bounds)
         ]
 
@@ -87,39 +103,39 @@ class MixedSizes:
         """The key that a plan with chunks fits; None where it is larger than all."""
         decode = plan.num_decode_rows
         chunk_tokens, chunks = plan.num_tokens - decode, plan.num_rows - decode
-        place = bisect_left(self.tokens, chunk_tokens)
-        fitting = [tokens for tokens in self.tokens[place:] if self.chunk_rows(tokens) >= chunks]
+        rows = self.rows[bisect_left(self.rows, decode)]
+        sizes = self.tokens(rows)
+        place = bisect_left(sizes, chunk_tokens)
+        fitting = [tokens for tokens in sizes[place:] if self.chunk_rows(tokens) >= chunks]
         if not fitting or not chunks:
             return None
-        rows = self.rows[bisect_left(self.rows, decode)]
         longest = int((plan.num_computed + plan.query_len).max())
         return rows, fitting[0], self.bounds[bisect_left(self.bounds, longest)]
+
+
+def _up_to(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
+    """Of ``sizes`` those below ``most``, and one that holds it, if that is not above all of them."""
+    small = tuple(size for size in sizes if size < most)
+    return (*small, max(1, -(-most // 16)) * 16) if most <= sizes[-1] else small
 
 
 class _Fields:
     """Where the parts of a step's int64 inputs lie, one behind the other in one buffer."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self._shapes = dict(shapes)
-        self._first: dict[str, int] = {}
+        self._parts: list[tuple[str, slice, tuple[int, ...]]] = []
         self.size = 0
         for name, shape in shapes.items():
-            self._first[name] = self.size
-            self.size += int(np.prod(shape))
+            first, self.size = self.size, self.size + math.prod(shape)
+            self._parts.append((name, slice(first, self.size), shape))
 
     def on_host(self, values: IntArray) -> dict[str, IntArray]:
         """Views of an array."""
-        return {
-            name: values[first : first + int(np.prod(self._shapes[name]))].reshape(self._shapes[name])
-            for name, first in self._first.items()
-        }
+        return {name: values[span].reshape(shape) for name, span, shape in self._parts}
 
     def on_device(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
         """New views of a tensor."""
-        return {
-            name: values[first : first + int(np.prod(self._shapes[name]))].view(self._shapes[name])
-            for name, first in self._first.items()
-        }
+        return {name: values[span].view(shape) for name, span, shape in self._parts}
 
 
 class MixedSteps:
@@ -149,7 +165,7 @@ class MixedSteps:
         self._state = next((s.name for s in arena.specs.values() if s.kind is PageKind.STATE), None)
         self._known = {key: self._make_fields(key) for key in sizes.keys}
         rows, _, bound = sizes.keys[0]
-        most_rows = rows + max(sizes.chunk_rows(tokens) for tokens in sizes.tokens)
+        most_rows = max(rows + sizes.chunk_rows(tokens) for rows, tokens, _ in sizes.keys)
         largest = max(fields.size for fields in self._known.values())
         self._values = torch.zeros(largest, dtype=torch.int64, device=device)
         self._starts = torch.arange(rows, dtype=torch.int64, device=device)
@@ -268,6 +284,21 @@ class MixedSteps:
         parts[f"{name} first_page"][row_place] = tables.first_page
         parts[f"{name} kv_len"][row_place] = plan.num_computed + plan.query_len
         return uploads.put(physical)
+
+    def rehearse(self, key: MixedKey) -> None:
+        """Sends the inputs of a step that does as much as one of these sizes can, and writes to no page: its chunk
+        tokens are one row's, which has none. Kernels that are tuned on it are tuned on work."""
+        _, tokens, _ = key
+        fields = self._known[key]
+        values = np.zeros(fields.size, dtype=np.int64)
+        parts = fields.on_host(values)
+        for name in ("state", *(f"{name} page" for name in self._shapes)):
+            parts[name][:] = -1
+        parts["start"][1:] = tokens
+        index = parts["chunk_index"]
+        index[:, 1] = len(index)
+        index[: -(-tokens // CHUNK_TOKENS), 1] = np.arange(-(-tokens // CHUNK_TOKENS))
+        self._values[: fields.size].copy_(torch.from_numpy(values))
 
     def context(self, key: MixedKey) -> tuple[dict[str, torch.Tensor], ForwardContext]:
         """The filled inputs by name, and what layers read; only launches work on the device."""

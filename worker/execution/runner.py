@@ -28,6 +28,7 @@ from worker.experts.passes import PassFacts, PassSize, plan_passes, tokens_in_wi
 from worker.layers.decoder import HiddenStates
 from worker.models.base import ExpertFactory
 from worker.models.paged import PagingFactory, paged_factory
+from worker.scheduling.limits import MIXED_TOKENS
 from worker.scheduling.step import StepPlan, StepResult
 
 DEFAULT_PAGE_TOKENS = 64
@@ -160,13 +161,15 @@ class ModelRunner:
     def _mixed_graphs(self) -> MixedGraphs:
         """The padded steps with chunks, not captured yet."""
         config, longest = self.config, self.model_info.max_model_len
+        # Beside passes there are only chunks of a few tokens in steps.
+        most = config.max_step_tokens if self.passes is None else MIXED_TOKENS
         steps = MixedSteps(
             self._model.decoder,
             self.arena,
             self._shapes,
             self._backend,
             self._last_tokens,
-            MixedSizes.of(config.max_running, config.max_step_tokens, longest),
+            MixedSizes.of(config.max_running, most, longest, self._model.conv_width > 0),
         )
         return MixedGraphs(steps)
 

@@ -127,13 +127,14 @@ class DeltaNetLayer:
         inner = self._inner(x)
         values = heads * sizes.value_dim
         rows, total = context.num_decode_rows, x.shape[0]
-        ahead = []
+        out = torch.empty(total, values, dtype=inner.dtype, device=inner.device)
+        behind = out
         if rows and self._fused is not None:
             pages = context.views[self._layer, "conv"], context.views[self._layer, "state"]
-            ahead.append(self._fused(inner[:rows], *pages, context.state.decode_page))
+            self._fused(inner[:rows], *pages, context.state.decode_page, out[:rows])
             if rows == total:
-                return self._outer(ahead[0])
-            inner, total, rows = inner[rows:], total - rows, 0
+                return self._outer(out)
+            inner, behind, total, rows = inner[rows:], out[rows:], total - rows, 0
         z = inner[:, channels : channels + values]
         gates = delta_gates(inner[:, channels + values :], self._decay_bias, self._decay_rate)
         log_decay, decay, beta = gates
@@ -147,8 +148,8 @@ class DeltaNetLayer:
                 self._chunks(inner[rows:, :channels], log_decay[rows:], exponential, beta[rows:], context)
             )
         mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
-        gated = gated_norm(mixed, z, self._norm, self._eps).flatten(1)
-        return self._outer(torch.cat([*ahead, gated]) if ahead else gated)
+        gated_norm(mixed, z, self._norm, self._eps, behind)
+        return self._outer(out)
 
     def _step(
         self, mixed: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, context: ForwardContext

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from memory.api import CHECKPOINT_TOKENS
 from worker.errors import ConfigError
 
+MIXED_TOKENS = 8
+"""Longer chunks are a pass, where there are passes."""
+
 
 @dataclass(frozen=True, slots=True)
 class RingRule:
@@ -38,8 +41,8 @@ class Limits:
         seed: of requests that name none.
         pass_tokens: most tokens of a prefill pass, which waiting prompts share and which runs beside decode steps; 0:
             prompts are computed in steps.
-        chunk_tokens: most prompt tokens of a step in which rows decode: more hold running streams up, and cost
-            more than in several steps, whose decode rows leave room in the matrix units.
+        chunk_tokens: most prompt tokens of a step in which rows decode: more hold running streams up, and cost no less
+            in one step than in several. With 64 rows it makes whole tiles of products.
         mixed_tokens: with passes, chunks of no more tokens than this in all are computed beside decode rows.
         ring: of a pass, which streams missing experts through expert places; None: they are read where they are.
     """
@@ -53,8 +56,8 @@ class Limits:
     checkpoint_tokens: int = 1024
     seed: int = 0
     pass_tokens: int = 0
-    chunk_tokens: int = 1024
-    mixed_tokens: int = 8
+    chunk_tokens: int = 960
+    mixed_tokens: int = MIXED_TOKENS
     ring: RingRule | None = None
 
     def __post_init__(self) -> None:

@@ -57,7 +57,7 @@ def test_what_is_filled_is_what_is_built(lengths: list[int]) -> None:
     folder = tiny_folder("qwen3_5_moe", window=48)
     runner = ModelRunner(WorkerConfig(model=str(folder), device="cpu", page_tokens=16, max_running=16))
     driver = PlanDriver(runner, arena_bytes=1 << 24)
-    sizes = MixedSizes.of(16, 512, 4096)
+    sizes = MixedSizes.of(16, 512, 4096, recurrent=True)
     backend = Geometries()
     steps = MixedSteps(
         runner._model.decoder, runner.arena, runner._shapes, backend, runner._last_tokens, sizes
@@ -137,16 +137,17 @@ def check_states(ours: object, theirs: object, decode: int, rows: int, tokens: i
 
 def test_every_plan_that_fits_finds_the_smallest_sizes() -> None:
     for most, tokens, longest in ((1, 16, 128), (8, 100, 4096), (64, 2048, 262144), (600, 8192, 40960)):
-        sizes = MixedSizes.of(most, tokens, longest)
+        sizes = MixedSizes.of(most, tokens, longest, recurrent=most != 64)
         assert sizes.rows[0] == 0
         assert sizes.rows[-1] == most
         assert sizes.bounds[-1] == longest
-        for found in (sizes.rows, sizes.tokens, sizes.bounds):
+        for found in (sizes.rows, sizes.alone, sizes.beside, sizes.bounds):
             assert all(small < large for small, large in pairwise(found))
-        assert sizes.tokens[-1] >= min(tokens, 2048)
+        assert sizes.alone[-1] >= min(tokens, 2048)
+        assert sizes.beside[-1] >= min(tokens - 1, 1984)
         assert len(sizes.keys) <= 80
         assert len(set(sizes.keys)) == len(sizes.keys)
-        assert all(1 <= sizes.chunk_rows(size) <= most for size in sizes.tokens)
+        assert all(1 <= sizes.chunk_rows(size) <= most for size in sizes.alone + sizes.beside)
 
 
 def plan_of(lengths: list[int], computed: int = 0) -> StepPlan:
@@ -170,7 +171,7 @@ def plan_of(lengths: list[int], computed: int = 0) -> StepPlan:
 
 
 def test_sizes_of_single_plans() -> None:
-    sizes = MixedSizes.of(64, 2048, 40960)
+    sizes = MixedSizes.of(64, 2048, 40960, recurrent=True)
     assert sizes.find(plan_of([16])) == (0, 16, 16384)
     assert sizes.find(plan_of([16], 20000)) == (0, 16, 40960)
     assert sizes.find(plan_of([1] * 63 + [17])) == (64, 64, 16384)
@@ -178,7 +179,44 @@ def test_sizes_of_single_plans() -> None:
     # Above 64 tokens rows that may come take time: so few of them are provided for.
     assert sizes.find(plan_of([15] * 8)) == (0, 128, 16384)
     assert sizes.find(plan_of([15] * 9)) == (0, 1536, 16384)
-    assert sizes.find(plan_of([1] * 2 + [2040])) == (64, 2048, 16384)
+    assert sizes.find(plan_of([1] * 2 + [960])) == (64, 960, 16384)
+    assert sizes.find(plan_of([1] * 2 + [1985])) is None
     assert sizes.find(plan_of([2049])) is None
     assert sizes.find(plan_of([40] * 20)) is None
     assert sizes.find(plan_of([1] * 8)) is None
+    others = MixedSizes.of(64, 2048, 40960, recurrent=False)
+    assert others.find(plan_of([40] * 20)) == (0, 1024, 16384)
+    assert others.find(plan_of([2049])) is None
+
+
+def test_a_rehearsal_fills_a_step_and_has_no_pages() -> None:
+    runner = ModelRunner(
+        WorkerConfig(model=str(tiny_folder("qwen3_5_moe", window=48)), device="cpu", max_running=16)
+    )
+    runner.attach_memory(runner.page_specs, 1 << 24)
+    sizes = MixedSizes.of(16, 512, 4096, recurrent=True)
+    steps = MixedSteps(
+        runner._model.decoder, runner.arena, runner._shapes, Geometries(), runner._last_tokens, sizes
+    )
+    steps._values.fill_(1 << 40)  # what steps of other sizes left: no token, no slot
+    for key in sizes.keys:
+        steps.rehearse(key)
+        parts, context = steps.context(key)
+        _, tokens, _ = key
+        assert (parts["slot"] == 0).all()
+        assert (parts["token"] == 0).all()
+        assert context.live is not None
+        assert not context.live.any()
+        for group in context.groups.values():
+            assert (group.page == -1).all()
+            assert isinstance(group.plan, PagedGeometry)
+            assert (group.plan.kv_len == 0).all()
+        state = context.state
+        assert state is not None
+        assert (state.decode_page == -1).all()
+        assert (state.chunk_page == -1).all()
+        assert state.layout is not None
+        lengths = state.layout.query_start.diff()
+        assert lengths.tolist() == [tokens] + [0] * (len(lengths) - 1)
+        row, number = state.layout.chunk_index.unbind(1)
+        assert int((number * 64 < lengths[row]).sum()) == -(-tokens // 64)

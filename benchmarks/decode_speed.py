@@ -13,10 +13,12 @@ import argparse
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.gpu_engine import (
     GpuBench,
+    LoggedStep,
     arena_for,
     generate,
     generating,
@@ -95,12 +97,21 @@ def measure(
         "distinct_experts": distinct,
     }
     parts, lines = profile(bench, case, step_s) if profiles else ({}, [])
+    lines = [step_times(steps), *lines]
     row.update({f"{name}_ms": parts.get(name) for name in PARTS})
     # Gaps longer than those between a step's kernels lie between steps.
     row["idle_share"] = parts["host_gaps"] / (1e3 * step_s) if parts else None
     row["kernels"] = parts.get("kernels")
     row["deterministic_cost"] = None  # see benchmarks.speed_tables
     return row, lines
+
+
+def step_times(steps: Sequence[LoggedStep]) -> str:
+    """A line that shows whether a mean hides a few late steps: what the host saw, then the device's own times."""
+    gaps = [1e3 * (after.at_s - before.at_s) for before, after in pairwise(steps)]
+    device = [1e3 * step.device_s for step in steps]
+    shown = [" ".join(f"{value:.2f}" for value in values) for values in (gaps, device)]
+    return f"steps ms: {shown[0]} | on the device: {shown[1]}"
 
 
 @dataclass

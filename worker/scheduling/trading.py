@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from memory.ledger.ledger import ArenaLedger
 from memory.ledger.market import ExpertReading, Market, MarketDecision, PrefixReading, RunningReading
 
-EVICTED_SHARE_PER_S = 0.05
-"""Prefixes give way to experts by at most this share of the arena a second: a burst's are gone within 30 seconds."""
+EVICTED_SHARE_PER_S = 0.15
+"""Prefixes give way to experts by at most this share of the arena a second: a burst's are gone within ten."""
 
 
 @dataclass(frozen=True, slots=True)

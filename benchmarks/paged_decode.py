@@ -35,16 +35,16 @@ from benchmarks.shapes import DEMO, shape_geometry
 from memory.device.residency import Lane
 from worker.advise.formats import find_format
 
-TIMED_STEPS = {1: 40, 4: 24, 16: 10, 64: 6}
+TIMED_STEPS = {1: 32, 4: 14, 16: 7, 64: 5}
 """By batch: long steps need fewer."""
-WARM_STEPS = {1: 110, 4: 50, 16: 14, 64: 6}
+WARM_STEPS = {1: 80, 4: 32, 16: 10, 64: 4}
 """Of calibrated routing, so that the places hold what it uses; random routing has nothing to learn."""
 TRACE_LENGTHS = {1: 192, 4: 128, 16: 48, 64: 24}
 """Steps until a trace repeats itself."""
 FILLING_STEPS = 8
 SCAN_TOKENS, SCAN_DECODED = 32768, 100
 SCAN_ARENA_BYTES = 4 << 30
-OLD_WAYS_STEPS = 10
+OLD_WAYS_STEPS = 5
 COMPARED_PLACES = 40
 """K at which the old ways are compared, and prefill is."""
 CROWDED_PLACES, ROOMY_PLACES = 24, 92
@@ -73,7 +73,7 @@ class Plan:
 
     def warm(self, routing: str, batch: int) -> int:
         """Steps ahead of them."""
-        return 4 if routing == RANDOM else WARM_STEPS.get(batch, 8) if self.on_gpu else 10
+        return 2 if routing == RANDOM else WARM_STEPS.get(batch, 8) if self.on_gpu else 10
 
 
 @cache
@@ -252,7 +252,8 @@ def measure_paged(found: Measured, bench: Bench, is_first: bool) -> None:
     curve = link_curve(bench.pager.host, bench.pager.residency.owner.device)
     size = bench.pager.host.block_bytes[0]
     found.notes.append(
-        f"{found.format}: paged engine started in {bench.started_s:.1f} s, {bench.num_layers} layers; "
+        f"{found.format}: paged engine started in {bench.started_s:.1f} s, {bench.num_layers} layers;"
+        f" {bench.pager.lanes.line()}; "
         + ", ".join(f"{n:.0f} experts at {n * size / s / 1e9:.1f} GB/s" for n, s in curve.points)
     )
     most = max(plan.batches)

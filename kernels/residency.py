@@ -54,14 +54,17 @@ class FusedResidency:
             is_lru=rules.is_lru,
         )  # fmt: skip
 
-    def decide(self, row: int, experts: torch.Tensor, published: int) -> torch.Tensor:
-        """As ``Residency.decide``; one launch. ``experts``: at most MAX_PAIRS; ``published``: -1 for no row."""
+    def decide(
+        self, row: int, experts: torch.Tensor, published: int, *, with_read: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As ``Residency.decide`` (first answer), and ``with_read`` as ``Residency.decide_ahead``; one launch.
+        ``experts``: at most MAX_PAIRS; ``published``: -1 for no row."""
         from kernels._triton import residency
 
         rules = self._rules
         return residency.decide(
             self._tables, row, experts, published, rules.base, rules.place_bytes, rules.recency,
-            rules.frozen_margin, is_lru=rules.is_lru,
+            rules.frozen_margin, is_lru=rules.is_lru, with_read=with_read,
         )  # fmt: skip
 
     def publish(self, row: int) -> None:

@@ -77,8 +77,8 @@ def _place_of(address, base, place_bytes):
 
 
 @triton.jit
-def _publish_taken(taken, address, owner, expert, row, num_experts, num_places, base, place_bytes):
-    place = tl.load(taken + expert, mask=expert < num_experts, other=num_places)
+def _enter(place, address, owner, expert, row, num_experts, num_places, base, place_bytes):
+    """Owners and addresses of the experts of ``row`` that took a ``place``."""
     take = place < num_places
     flat = (row * num_experts + expert).to(tl.int64)
     tl.store(owner + place, flat, mask=take)
@@ -115,40 +115,50 @@ def _distinct(
 
 @triton.jit(do_not_specialize=["row", "pairs", "published"])
 def _decide(
-    chosen, tee, address, host, seen, uses, owner, stamp, generation, queue, ready, step_at, stamping_at, demand,
+    chosen, tee, read, address, host, seen, uses, owner, stamp, generation, queue, ready, step_at, stamping_at, demand,
     frozen, taken, marks, counts, row, pairs, published, per_token, num_experts, num_places, num_rows, queue_len, base,
     place_bytes, recency, frozen_margin,
     IS_LRU: tl.constexpr, EXPERTS: tl.constexpr, QUEUE: tl.constexpr, COMPARES: tl.constexpr, PAIRS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    HAS_READ: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
+    # All reads that do not follow from others come first: one wait for memory, not six.
     expert = tl.arange(0, EXPERTS)
     real = expert < num_experts
-    if published >= 0:
-        _publish_taken(taken, address, owner, expert, published, num_experts, num_places, base, place_bytes)
-        tl.debug_barrier()
+    flat = (row * num_experts + expert).to(tl.int64)
+    before = tl.load(taken + expert, mask=real, other=num_places)
+    before = tl.where(published >= 0, before, num_places)
+    here = tl.load(address + flat, mask=real, other=0)
+    home = tl.load(host + flat, mask=real, other=0)
+    own_uses = tl.load(uses + flat, mask=real, other=0.0)
+    own_seen = tl.load(seen + flat, mask=real, other=-1)
+    step = tl.load(step_at)
+    asked = tl.load(demand)
+    lane = tl.arange(0, 8)
+    lane_at = counts + lane * num_rows + row
+    counted = tl.load(lane_at, mask=lane < NUM_LANES, other=0)
     wanted, others = _distinct(
         chosen, tl.load(stamping_at), marks, expert, real, pairs, per_token, num_experts, COMPARES, PAIRS
     )
-    step = tl.load(step_at)
-    flat = (row * num_experts + expert).to(tl.int64)
-    here = tl.load(address + flat, mask=real, other=0)
-    on_host = here == tl.load(host + flat, mask=real, other=0)
+    _enter(before, address, owner, expert, published, num_experts, num_places, base, place_bytes)
+    on_host = here == home
     hit = wanted & (on_host == 0)
     miss = wanted & on_host
     tl.store(stamp + _place_of(here, base, place_bytes), step, mask=hit)
-    own_uses = tl.load(uses + flat, mask=real, other=0.0) + wanted.to(tl.float32)
+    own_uses += wanted.to(tl.float32)
     tl.store(uses + flat, own_uses, mask=wanted)
-    own_seen = tl.where(wanted, step, tl.load(seen + flat, mask=real, other=-1))
+    own_seen = tl.where(wanted, step, own_seen)
     tl.store(seen + flat, own_seen, mask=wanted)
-    tl.store(demand, tl.load(demand) + tl.sum(wanted.to(tl.int64), 0))
+    tl.store(demand, asked + tl.sum(wanted.to(tl.int64), 0))
     num_miss = tl.sum(miss.to(tl.int32), 0)
     num_taken = num_miss * 0
     num_evicted = num_miss * 0
     tl.store(taken + expert, expert.to(tl.int64) * 0 + num_places, mask=real)
     tl.store(tee + expert, expert.to(tl.int64) * 0, mask=real)
+    if HAS_READ:
+        tl.store(read + expert, here, mask=real)
     if num_miss > 0:
         # The n-th miss meets the n-th of the queue that may be a victim now. What this layer has just stamped is its
         # own, and owners that were published above are seen.
@@ -186,6 +196,8 @@ def _decide(
         tl.store(stamp + victim, tl.zeros([EXPERTS], tl.int64) + step, mask=take)
         tl.store(taken + expert, victim, mask=take)
         tl.store(tee + expert, base + victim * place_bytes, mask=take)
+        if HAS_READ:
+            tl.store(read + expert, base + victim * place_bytes, mask=take)
         num_taken = tl.sum(take.to(tl.int32), 0)
         num_evicted = tl.sum(evicted.to(tl.int32), 0)
 
@@ -193,42 +205,43 @@ def _decide(
     num_hit = tl.sum(hit.to(tl.int32), 0)
     there_alone = tl.sum((alone & (on_host == 0)).to(tl.int32), 0)
     away_alone = tl.sum((alone & on_host).to(tl.int32), 0)
-    lane = tl.arange(0, 8)
     more = tl.where(lane == 0, num_hit, tl.where(lane == 1, num_taken, num_miss - num_taken))
     more = tl.where(
         lane == 3, there_alone, tl.where(lane == 4, away_alone, tl.where(lane == 5, num_evicted, more))
     )
-    at = counts + lane * num_rows + row
-    tl.store(at, tl.load(at, mask=lane < NUM_LANES, other=0) + more, mask=lane < NUM_LANES)
+    tl.store(lane_at, counted + more, mask=lane < NUM_LANES)
 
 
 @triton.jit(do_not_specialize=["row"])
 def _publish(taken, address, owner, row, num_experts, num_places, base, place_bytes, EXPERTS: tl.constexpr):
     expert = tl.arange(0, EXPERTS)
-    _publish_taken(taken, address, owner, expert, row, num_experts, num_places, base, place_bytes)
+    place = tl.load(taken + expert, mask=expert < num_experts, other=num_places)
+    _enter(place, address, owner, expert, row, num_experts, num_places, base, place_bytes)
 
 
 def decide(
     tables: ResidencyTables, row: int, experts: torch.Tensor, published: int, base: int, place_bytes: int,
-    recency: float, frozen_margin: float, *, is_lru: bool,
-) -> torch.Tensor:  # fmt: skip
-    """See :meth:`memory.device.residency.Residency.decide`; ``published`` -1 for no row. Answers [experts] int64."""
+    recency: float, frozen_margin: float, *, is_lru: bool, with_read: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """See :meth:`memory.device.residency.Residency.decide`; ``published`` -1 for no row. Answers two [experts] int64:
+    where blocks are to be stored, and ``with_read`` where each is to be read once they are (else the first again)."""
     num_rows = tables.counts.shape[1]
     num_experts = (len(tables.address) - 1) // num_rows
     pairs = experts.numel()
     compares = pairs <= COMPARED_PAIRS
     tee = torch.empty(num_experts, dtype=torch.int64, device=experts.device)
+    read = torch.empty_like(tee) if with_read else tee
     overlap = overlaps(experts)
     _decide[(1,)](
-        experts.contiguous(), tee, tables.address, tables.host, tables.seen, tables.uses, tables.owner,
+        experts.contiguous(), tee, read, tables.address, tables.host, tables.seen, tables.uses, tables.owner,
         tables.stamp, tables.generation, tables.queue, tables.ready, tables.step, tables.stamping, tables.demand,
         tables.frozen, tables.taken, tables.marks, tables.counts, row, pairs, published, experts.shape[1], num_experts,
         len(tables.owner) - 1, num_rows, len(tables.queue), base, place_bytes, recency, frozen_margin, IS_LRU=is_lru,
         EXPERTS=triton.next_power_of_2(num_experts), QUEUE=triton.next_power_of_2(max(len(tables.queue), 2)),
         COMPARES=compares, PAIRS=max(8, triton.next_power_of_2(pairs)) if compares else MARKING_PAIRS,
-        OVERLAP=overlap, launch_pdl=overlap, num_warps=4,
+        HAS_READ=with_read, OVERLAP=overlap, launch_pdl=overlap, num_warps=4,
     )  # fmt: skip
-    return tee
+    return tee, read
 
 
 def publish(tables: ResidencyTables, row: int, base: int, place_bytes: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels._triton.overlap import overlaps
 
@@ -20,6 +20,7 @@ def _gather(
 ):
     if OVERLAP:
         gdc_wait()
+        gdc_launch_dependents()
     expert = tl.arange(0, EXPERTS)
     wanted = tl.load(targets + expert, mask=expert < num_experts, other=0) != 0
     count = tl.sum(wanted.to(tl.int32), 0)

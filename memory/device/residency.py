@@ -243,7 +243,7 @@ class Residency:
             [experts] int64, the address where a chosen expert's block is to be stored, 0 for nowhere.
         """
         if self._fused is not None and experts.numel() <= fused.MAX_PAIRS:
-            return self._fused.decide(row, experts, published)
+            return self._fused.decide(row, experts, published)[0]
         if published >= 0:
             self.publish(published)
         stamping = torch.arange(len(experts), device=experts.device) < self._stamping
@@ -269,6 +269,16 @@ class Residency:
         self._taken.copy_(victim)
         self._count(row, experts, stamping, wanted, hit, taken, evicted)
         return torch.where(taken, self._base + victim * self._place_bytes, 0)
+
+    def decide_ahead(
+        self, row: int, experts: torch.Tensor, published: int = -1
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As :meth:`decide`, for blocks that are stored ahead of the layer's products: also [experts] int64, the
+        address from which each expert is to be read once they are."""
+        if self._fused is not None and experts.numel() <= fused.MAX_PAIRS:
+            return self._fused.decide(row, experts, published, with_read=True)
+        targets = self.decide(row, experts, published)
+        return targets, torch.where(targets > 0, targets, self.address[row])
 
     def publish(self, row: int) -> None:
         """The blocks that ``decide`` gave places are stored: their owners are entered, and addresses point to them."""

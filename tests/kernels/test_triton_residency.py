@@ -80,8 +80,9 @@ def test_the_kernels_do_what_the_tensor_operations_do(
             experts = torch.rand(tokens, EXPERTS).topk(PER_TOKEN).indices.to(DEVICE)
             experts[torch.rand(tokens) < 0.2] = -1
             want = plain.decide(row, experts, row - 1)
-            got = kernels.decide(row, experts, row - 1)
+            got, read = kernels.decide(row, experts, row - 1, with_read=True)
             assert torch.equal(got, want), f"step {step}, row {row}"
+            assert torch.equal(read, torch.where(want > 0, want, plain.address[row]))
             compare(plain, other, f"at step {step}, row {row}")
             took += int((got > 0).sum())
         plain.publish(ROWS - 1)

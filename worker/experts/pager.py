@@ -150,26 +150,25 @@ class ExpertPager:
         residency = self.residency
         if self._ring is not None:
             return self._run_pass(self._ring, row, x, weights, experts, where, inner, activation)
-        # A layer's blocks are stored when the next one decides: it enters their owners without a launch of its own.
-        tee = None if self._still else residency.decide(row, experts, row - 1)
-        if tee is not None and self.lanes.gathers(len(x)):
-            gather(residency.address[row], tee, self.host.block_bytes[row])
-            residency.publish(row)
-            tee = None
+        table, tee = self._bring(row, experts)
         out = run_experts(
-            x,
-            weights,
-            experts,
-            residency.address[row],
-            where,
-            inner,
-            activation,
-            tee,
-            self.options.deterministic,
+            x, weights, experts, table, where, inner, activation, tee, self.options.deterministic
         )
-        if tee is not None and row == len(self.host.layers) - 1:
+        if not self._still and row == len(self.host.layers) - 1:
             residency.publish(row)
         return out
+
+    def _bring(self, row: int, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Decides; (table to read from, where the products are to store what they read). The layer before is published
+        on the way: its blocks are stored."""
+        residency = self.residency
+        if self._still:
+            return residency.address[row], None
+        if not self.lanes.gathers(len(experts)):
+            return residency.address[row], residency.decide(row, experts, row - 1)
+        targets, table = residency.decide_ahead(row, experts, row - 1)
+        gather(residency.address[row], targets, self.host.block_bytes[row])
+        return table, None
 
     def _run_pass(
         self,

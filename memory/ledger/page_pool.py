@@ -113,10 +113,6 @@ class PagePool:
         search = self.state.find if from_low else self.state.rfind
         return search(_FREE_BYTE, max(low, self.first), min(high, self.last))
 
-    def count_free(self, low: int, high: int) -> int:
-        """Free pages in ``[low, high)``."""
-        return self.state.count(_FREE_BYTE, max(low, self.first), min(high, self.last))
-
     # -- extent --------------------------------------------------------------------------------------------------
 
     def place_at(self, page: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,21 +29,36 @@ from worker.models.paged import PagedFactory, paged_factory
 from worker.models.resident import resident_experts
 from worker.scheduling.step import StepPlan, StepResult
 
-PROMPT_TOKENS = 24
+PROMPT_TOKENS = 2
 SPARE_ARENA_BYTES = 2 << 30
 
 
-@dataclass
 class StepTimes:
-    """When decode steps of a given number of rows were applied."""
+    """When decode steps of a given number of rows were applied, and what stood in the counters behind the first few."""
 
-    rows: int = 0
-    at_s: list[float] | None = None
+    def __init__(self) -> None:
+        self._rows = self._warm = 0
+        self._read: Callable[[], torch.Tensor] | None = None
+        self.at_s: list[float] = []
+        self.before: torch.Tensor | None = None
+
+    def start(self, rows: int, warm: int, read: Callable[[], torch.Tensor]) -> None:
+        """From now on; ``read`` answers the counters' copy, and is asked when ``warm`` steps have been applied."""
+        self._rows, self._warm, self._read = rows, warm, read
+        self.at_s, self.before = [], None
+
+    def stop(self) -> list[float]:
+        """The moments so far."""
+        self._read = None
+        return self.at_s
 
     def record(self, plan: StepPlan, result: StepResult) -> None:
         """For the engine."""
-        if self.at_s is not None and plan.num_rows == plan.num_decode_rows == self.rows:
-            self.at_s.append(time.perf_counter())
+        if self._read is None or not plan.num_rows == plan.num_decode_rows == self._rows:
+            return
+        self.at_s.append(time.perf_counter())
+        if len(self.at_s) == self._warm:
+            self.before = self._read()
 
 
 class ChosenSizes(ModelRunner):
@@ -123,35 +138,28 @@ class Bench:
         """Lowers K, from the next step on."""
         self.pager.limit_places(per_layer * self.num_layers)
 
-    def counts(self) -> torch.Tensor:
-        """[lanes, layers], waits for the device; zeros where experts are resident."""
+    def _counts(self) -> torch.Tensor:
+        """[lanes, layers], a copy behind what was launched; zeros where experts are resident."""
         if self.runner.pager is None:
             return torch.zeros(len(Lane), self.num_layers, dtype=torch.int64)
-        return self.pager.residency.counts.cpu().clone()
+        return self.pager.residency.counts.clone()
 
-    def run(self, trace: Trace | None, num_steps: int, warm_steps: int = 0) -> tuple[float, torch.Tensor]:
+    def run(self, trace: Trace | None, num_steps: int, warm_steps: int = 1) -> tuple[float, torch.Tensor]:
         """(seconds a step, counts a step [lanes, layers]) of decode steps under ``trace``, which has one stream for
-        each row; None: one stream goes on in the last one. Steps that warm the places come first and are not
-        counted."""
+        each row; None: one stream goes on in the last one. ``warm_steps`` come first, at least one, and are neither
+        timed nor counted."""
         streams = 1 if trace is None else trace.shape[2]
         if trace is not None:
             self.routing.impose(trace)
-        if warm_steps:
-            self._decode(streams, warm_steps)
-        before = self.counts()
-        at_s = self._decode(streams, num_steps)
-        counted = (self.counts() - before).double() / max(1, len(at_s))
-        # The first steps of a generation run beside what is left of the prompts.
-        timed = at_s[1 + len(at_s) // 8 :]
-        return (timed[-1] - timed[0]) / (len(timed) - 1), counted
-
-    def _decode(self, streams: int, num_steps: int) -> list[float]:
-        """When each decode step of all streams was applied."""
         prompts = random_prompts(streams, PROMPT_TOKENS, self.engine.model.vocab_size)
-        self.times.rows, self.times.at_s = streams, []
-        generate(self.engine, prompts, num_steps + 2)
-        at_s, self.times.at_s = self.times.at_s, None
-        return at_s
+        self.times.start(streams, warm_steps, self._counts)
+        generate(self.engine, prompts, warm_steps + num_steps + 2)
+        at_s, before = self.times.stop(), self.times.before
+        assert before is not None
+        # With a step in flight the counters are read behind the step after the one applied.
+        first = warm_steps + (self.engine.model.device != "cpu")
+        counted = (self._counts() - before).double().cpu() / (len(at_s) - first)
+        return (at_s[-1] - at_s[warm_steps - 1]) / (len(at_s) - warm_steps), counted
 
     def eager_steps(self) -> float:
         """Decode steps that ran without a graph so far."""

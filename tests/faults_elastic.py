@@ -144,6 +144,13 @@ FAULTS = [
         tests=(f"{PASSES}::test_the_pace_of_streams_leaves_the_rest_of_the_time_to_a_pass",),
     ),
     Fault(
+        "passes: streams wait for a pass to begin",
+        "worker.loop",
+        old="return self._launch_next()  # while its first experts come",
+        new="return True  # while its first experts come",
+        tests=(f"{PASSES}::test_prompts_that_wait_share_a_pass_and_streams_go_on_beside_it",),
+    ),
+    Fault(
         "passes: prompts stamp and page",
         "worker.experts.pager",
         old="        if self._ring is not None:\n            return self._run_pass(",

@@ -126,7 +126,7 @@ class EngineLoop:
             if self._begin_pass is None:
                 raise RuntimeError(f"step {step} is a prefill pass, and the runner knows none")
             self._pass = (plan, self._begin_pass(plan))
-            return True
+            return self._launch_next()  # while its first experts come, those who run get their next token
         self._carries = bool(plan.commands.moves or plan.commands.copies)
         needed = plan.num_rows > 0 or not _is_empty(plan.commands)
         self._flying.append((plan, self._runner.launch(plan) if needed else None))

@@ -45,7 +45,8 @@ def test_prompts_that_wait_share_a_pass_and_streams_go_on_beside_it() -> None:
     for number in range(1, 4):
         desk.ask(f"p{number}", prompt(number, 80), max_tokens=3)
     plans = desk.step(1)
-    assert [(plan.staged, plan.num_rows, plan.num_tokens) for plan in plans] == [(True, 3, 240)]
+    found = [(plan.staged, plan.num_rows, plan.num_tokens) for plan in plans]
+    assert found == [(True, 3, 240), (False, 1, 1)], "the stream waited for a pass to begin"
     assert plans[0].ring is not None
     got = len(desk.tokens("stream"))
     plans = desk.step(2)
@@ -74,9 +75,7 @@ def test_the_pace_of_streams_leaves_the_rest_of_the_time_to_a_pass(monkeypatch: 
     desk.step(4)
     desk.ask("p", prompt(1, 80), max_tokens=3)
     desk.step(6)
-    assert runner.begun[-1].budgets == pytest.approx(
-        [STREAMS_PACE * 1e-3 - 1e-3, STREAMS_PACE * 1e-3 - 2e-3, STREAMS_PACE * 1e-3 - 2e-3]
-    )
+    assert runner.begun[-1].budgets == pytest.approx([STREAMS_PACE * 1e-3 - 2e-3] * 3)
 
 
 def test_a_pass_alone_is_computed_at_once() -> None:
@@ -130,7 +129,7 @@ def test_pages_of_a_pass_stay_where_they_are() -> None:
     desk.step(6)
     for number in (5, 6):
         desk.ask(f"p{number}", prompt(number, 100), max_tokens=30)
-    assert [plan.staged for plan in desk.step(1)] == [True]
+    assert [plan.staged for plan in desk.step(1)] == [True, False]
     for number in range(3):
         desk.abort(f"s{number}")
     desk.finish()
@@ -166,7 +165,7 @@ def test_an_abort_in_a_pass_waits_for_its_end() -> None:
 def test_random_loads_in_too_little_memory_get_the_right_answers(specs: str, overlap: bool) -> None:
     """Retractions, aborts, prefix hits, a host tier, pages moving and experts scribbling in every free place."""
     rng = random.Random(len(specs) + overlap)
-    budget = int(1.7 * bytes_for(SPECS[specs], "arena", 420))
+    budget = int(1.5 * bytes_for(SPECS[specs], "arena", 420))
     desk = desk_of(
         specs,
         budget,

@@ -131,6 +131,9 @@ WORKER_EXTRAS: Mapping[Metric, str] = {
     Metric(
         "headroom.worker.expert_in_place", "counter", "By", "Experts read from host memory.", ("worker",)
     ): ("expert_bytes_in_place"),
+    Metric(
+        "headroom.worker.expert_stall", "counter", "s", "The link busy with missing experts.", ("worker",)
+    ): ("expert_stall_s"),
 }
 """By the key in ``WorkerSnapshot.extra``. A worker that reports no such key has no series: no data is not zero."""
 

@@ -24,6 +24,7 @@ class ExpertReport:
     ``counts`` has, per layer with experts, the distinct experts of its steps by ``memory.device.residency.Lane``.
     Bytes are blocks: ``bytes_paged`` were stored into places, ``bytes_in_place`` read from host memory and not kept.
     ``num_ghosts`` experts lost their place lately and have none again; ``ghost_hits`` misses were of such.
+    ``link_bytes_per_s``: at which missing experts come here, 0 where that is not known.
     """
 
     layers: tuple[int, ...]
@@ -36,6 +37,20 @@ class ExpertReport:
     ghost_hits: int
     num_ghosts: int
     residency: ExpertResidency
+    link_bytes_per_s: float = 0.0
+
+    def stall_s(self, row: int) -> float:
+        """Seconds for which a layer's decode steps kept the link busy: what they waited for missing experts, but for
+        what they computed meanwhile."""
+        if not self.link_bytes_per_s:
+            return 0.0
+        missed = self.counts[Lane.TEE][row] + self.counts[Lane.IN_PLACE][row]
+        return missed * self.block_bytes[row] / self.link_bytes_per_s
+
+    @property
+    def total_stall_s(self) -> float:
+        """The same over all layers."""
+        return sum(self.stall_s(row) for row in range(len(self.layers)))
 
     def total(self, lane: Lane) -> int:
         """One lane over all layers."""
@@ -70,11 +85,13 @@ class ExpertReport:
             "bytes_paged": self.lane_bytes(Lane.TEE),
             "bytes_in_place": self.lane_bytes(Lane.IN_PLACE, Lane.PREFILL_IN_PLACE),
             "evictions": self.total(Lane.EVICTED),
+            "stall_s": self.total_stall_s,
             "layers": [
                 {
                     "layer": layer,
                     "experts": self.num_experts,
                     "resident": self.resident[row],
+                    "stall_s": self.stall_s(row),
                     **{lane.name.lower(): self.counts[lane][row] for lane in Lane},
                 }
                 for row, layer in enumerate(self.layers)
@@ -88,6 +105,7 @@ class ExpertReport:
             "expert_places": float(self.num_places),
             "experts_resident": float(sum(self.resident)),
             "experts_frozen": float(self.frozen),
+            "expert_stall_s": self.total_stall_s,
             "expert_evictions": float(self.total(Lane.EVICTED)),
             "expert_ghost_hits": float(self.ghost_hits),
             "expert_ghosts": float(self.num_ghosts),
@@ -157,5 +175,6 @@ class ExpertReporter:
             ghost_hits=ghost_hits,
             num_ghosts=num_ghosts,
             residency=ExpertResidency(rows, experts, self._generation, bits),
+            link_bytes_per_s=self._pager.link.bytes_per_s if self._pager.link is not None else 0.0,
         )
         return self._last

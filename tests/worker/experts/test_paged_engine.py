@@ -90,10 +90,15 @@ def test_expert_bytes_fixes_the_number_of_places() -> None:
     size = 24576
     with closing(NativeEngine(settings(expert_bytes=5 * size + 100), audit=True)) as engine:
         generate(engine)
-        snapshot = engine.snapshot()
+        snapshot, report = engine.snapshot(), engine.expert_report()
     assert snapshot.extra["expert_places"] == 5
     assert snapshot.extra["experts_resident"] <= 5
     assert snapshot.extra["expert_evictions"] > 0
+    assert report is not None
+    stalls = [layer["stall_s"] / (layer["tee"] + layer["in_place"]) for layer in report["layers"]]
+    assert stalls == pytest.approx([stalls[0]] * 4), "each miss takes what its block takes over the link"
+    assert stalls[0] > 0
+    assert report["stall_s"] == pytest.approx(snapshot.extra["expert_stall_s"])
 
 
 def test_the_plan_is_said_at_start(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,6 +10,7 @@ EXACT = (
 RESCUE = "tests/memory/test_rescue.py"
 PASSES = "tests/worker/scheduling/test_prefill_passes.py"
 STAGED = "tests/worker/experts/test_prefill_passes.py"
+REPLAY = "tests/benchmarks/test_expert_replay.py"
 
 FAULTS = [
     Fault(
@@ -180,5 +181,33 @@ FAULTS = [
             "tests/worker/scheduling/test_scheduler_trading.py"
             "::test_the_market_runs_both_ways_and_prices_prompts_at_what_they_cost_here",
         ),
+    ),
+    Fault(
+        "replay: a layer's last use still holds a place against what the layer misses",
+        "worker.experts.policies",
+        old="key=lambda key: key not in resident)",
+        new="key=lambda key: key)",
+        tests=(f"{REPLAY}::test_belady_lets_a_layer_replace_what_it_has_just_used",),
+    ),
+    Fault(
+        "replay: successions are counted backwards",
+        "worker.experts.policies",
+        old="self._followed[before[:, None], keys % experts] += 1",
+        new="self._followed[keys[:, None], before % experts] += 1",
+        tests=(f"{REPLAY}::test_what_follows_is_learnt",),
+    ),
+    Fault(
+        "replay: foresight looks a step too far",
+        "worker.experts.policies",
+        old="end = min(total, (number + window + 1) * num_layers)",
+        new="end = total",
+        tests=(f"{REPLAY}::test_foresight_of_everything_is_beladys_rule_and_more_of_it_is_no_worse",),
+    ),
+    Fault(
+        "elastic benchmark: what came after the phase counts",
+        "benchmarks.elasticity.phases",
+        old="            if request.first_s <= self.deadline_s:\n",
+        new="            if request.first_s < inf:\n",
+        tests=("tests/benchmarks/test_elastic.py::test_goodput_counts_prompts_as_far_as_they_came",),
     ),
 ]

@@ -123,8 +123,8 @@ def test_no_policy_beats_belady_and_scans_do_not_flush() -> None:
 
 
 def test_belady_lets_a_layer_replace_what_it_has_just_used() -> None:
-    """One place: key 0 is used for the last time in the step, and in the layer, in which key 1 is missed."""
-    steps = [[np.array([0])], [np.array([0, 1])], [np.array([1])]]
+    """One place: key 1 is used for the last time in the step, and in the layer, in which key 0 is missed."""
+    steps = [[np.array([1])], [np.array([0, 1])], [np.array([0])]]
     assert belady_hits(steps, 1) == [0, 1, 1]
 
 

@@ -9,6 +9,9 @@ SAMPLER = "tests/worker/execution/test_sampler.py"
 BLOCKS = "tests/worker/models/test_random_blocks.py"
 READER = "tests/worker/models/test_pinned_reader.py"
 IN_PLACE = f"{DECODE}::test_inputs_in_place_give_the_same_bits[qwen3_5_moe-48]"
+MIXED = "tests/worker/execution/test_mixed_steps.py::test_what_is_filled_is_what_is_built[lengths0]"
+SINGLE = "tests/worker/execution/test_mixed_steps.py::test_sizes_of_single_plans"
+REHEARSAL = "tests/worker/execution/test_mixed_steps.py::test_a_rehearsal_fills_a_step_and_has_no_pages"
 
 FAULTS = [
     Fault(
@@ -52,5 +55,40 @@ FAULTS = [
         old='self._first + entry["data_offsets"][0]',
         new='entry["data_offsets"][0]',
         tests=(f"{READER}::test_places_and_bytes_are_those_of_the_library",),
+    ),
+    Fault(
+        "mixed steps: padding rows have a state",
+        "worker.execution.mixed",
+        old='parts["state"][:] = -1',
+        new='parts["state"][:] = 0',
+        tests=(MIXED,),
+    ),
+    Fault(
+        "mixed steps: padding tokens are the first row's",
+        "worker.execution.mixed",
+        old='parts["token_row"][:] = -1',
+        new='parts["token_row"][:] = 0',
+        tests=(MIXED,),
+    ),
+    Fault(
+        "mixed steps: padding pieces are a row's first",
+        "worker.execution.mixed",
+        old="index[:, 1] = len(index)  # past any row's end",
+        new="index[:, 1] = 0",
+        tests=(MIXED,),
+    ),
+    Fault(
+        "mixed steps: more rows than a size provides for",
+        "worker.execution.mixed",
+        old="if self.chunk_rows(tokens) >= chunks]",
+        new="]",
+        tests=(SINGLE,),
+    ),
+    Fault(
+        "mixed steps: a rehearsal reads what the last step left",
+        "worker.execution.mixed",
+        old="self._values[: fields.size].copy_(torch.from_numpy(values))",
+        new="pass",
+        tests=(REHEARSAL,),
     ),
 ]

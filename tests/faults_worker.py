@@ -51,6 +51,13 @@ FAULTS = [
         tests=(f"{ANSWERS}::test_a_request_sent_back_goes_on_where_it_was[hybrid-overlap]",),
     ),
     Fault(
+        "scheduler: running answers wait for whole prompts",
+        "worker.scheduling.scheduler",
+        old="min(most - len(decode), self.limits.chunk_tokens) if len(decode) else most",
+        new="most - len(decode)",
+        tests=(f"{PLANS}::test_running_answers_are_not_held_up_by_whole_prompts",),
+    ),
+    Fault(
         "scheduler: running answers starve prompts",
         "worker.scheduling.budget",
         old="return min(max(least, max_step_tokens // PREFILL_SHARE), max_step_tokens)",

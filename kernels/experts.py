@@ -11,6 +11,7 @@ from kernels._reference.experts import (
     FP8_BLOCK_SIZE,
     INT4,
     MXFP4,
+    Ahead,
     BlockFormat,
     DenseExpert,
     bytes_at,
@@ -24,6 +25,7 @@ __all__ = [
     "FP8_BLOCK_SIZE",
     "INT4",
     "MXFP4",
+    "Ahead",
     "BlockFormat",
     "DenseExpert",
     "bytes_at",
@@ -43,6 +45,7 @@ def run_experts(
     activation: GatedActivation,
     tee: torch.Tensor | None = None,
     deterministic: bool = False,
+    ahead: Ahead | None = None,
 ) -> torch.Tensor:
     """``sum over a token's experts of weight * (down @ activation(gate @ x, up @ x) + bias)``, in the choices' order.
 
@@ -54,19 +57,23 @@ def run_experts(
         activation: what stands between the projections.
         tee: [num_experts] int64 or None: where a chosen expert's block is also stored, 0 for nowhere. The bytes are
             there when the step's later kernels run; the table is the caller's to change.
-        deterministic: a token's bits do not depend on the tokens beside it (on a CPU they never do).
+        deterministic: a token's bits do not depend on the tokens beside it.
+        ahead: missing experts that launches just ahead bring to their places, let go as soon as x, weights and experts
+            were complete; ``table`` is as it was before them. Without ``tee``.
 
     Returns:
         [tokens, H] in x's dtype; padding rows are zero.
     """
     if not x.is_cuda:
-        return reference.run_experts(x, weights, experts, table, where, inner, activation, tee)
+        table = table if ahead is None else ahead.table
+        return reference.run_experts(x, weights, experts, table, where, inner, activation, tee, deterministic)
     from kernels._triton import experts as triton_experts
 
     kind = triton_experts.CLAMPED_SWIGLU if activation.limit else triton_experts.SILU
     return triton_experts.run_experts(
-        x, weights, experts, table, where, inner, kind, activation.limit, activation.alpha, tee, deterministic
-    )
+        x, weights, experts, table, where, inner, kind, activation.limit, activation.alpha, tee, deterministic,
+        ahead=ahead,
+    )  # fmt: skip
 
 
 def copy_blocks(table: torch.Tensor, targets: torch.Tensor, num_bytes: int) -> None:

@@ -48,6 +48,19 @@ class BlockFormat:
 
 
 @dataclass(frozen=True, slots=True)
+class Ahead:
+    """What launches just ahead of the products bring, which need not be done when those begin.
+
+    ``table`` [num_experts] int64: where each expert is to be read when they are done. An expert whose address lies from
+    ``first_place`` to ``last_place`` already is not among those that are brought.
+    """
+
+    table: torch.Tensor
+    first_place: int
+    last_place: int
+
+
+@dataclass(frozen=True, slots=True)
 class DenseExpert:
     """One expert's weights as floats: ``gate_up`` [2I, H], ``down`` [H, I] and the biases or None."""
 
@@ -139,6 +152,7 @@ def run_experts(
     inner: int,
     activation: Activation,
     tee: torch.Tensor | None,
+    deterministic: bool = False,
 ) -> torch.Tensor:
     """See the face. Weights are read where the table points; a missing expert is stored while it is there."""
     tokens, width = x.shape
@@ -155,7 +169,7 @@ def run_experts(
         if expert < 0:
             continue
         block = bytes_at(addresses[expert], where.num_bytes)
-        partial[pairs] = _expert(x[pairs // per_token], block, where, inner, activation)
+        partial[pairs] = _expert(x[pairs // per_token], block, where, inner, activation, deterministic)
         if targets is not None and targets[expert]:
             bytes_at(targets[expert], where.num_bytes).copy_(block)
     return _combine(partial.view(tokens, per_token, width), weights, experts).to(x.dtype)
@@ -169,17 +183,29 @@ def copy_blocks(table: torch.Tensor, targets: torch.Tensor, num_bytes: int) -> N
 
 
 def _expert(
-    rows: torch.Tensor, block: torch.Tensor, where: BlockFormat, inner: int, activation: Activation
+    rows: torch.Tensor,
+    block: torch.Tensor,
+    where: BlockFormat,
+    inner: int,
+    activation: Activation,
+    deterministic: bool,
 ) -> torch.Tensor:
     """float32 outputs of one expert for its tokens."""
     expert = read_expert(block, where, inner, rows.shape[1], rows.dtype)
-    both = rows.float() @ expert.gate_up.float().t()
+    multiply = _by_row if deterministic else torch.mm
+    both = multiply(rows.float(), expert.gate_up.float().t())
     if expert.gate_up_bias is not None:
         both = both + expert.gate_up_bias
     gate, up = both.chunk(2, -1)
     hidden = activation(gate, up).to(rows.dtype).float()
-    out = hidden @ expert.down.float().t()
+    out = multiply(hidden, expert.down.float().t())
     return out if expert.down_bias is None else out + expert.down_bias
+
+
+def _by_row(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """[n, K] @ [K, N], each row by a product of its own: those of several rows sum in another order. Cloned, as a row's
+    alignment may change the order as well."""
+    return torch.cat([row.clone() @ weight for row in rows.split(1)])
 
 
 def _combine(partial: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:

@@ -144,7 +144,7 @@ def test_a_stale_place_fails_and_is_also_found_by_the_running_check(monkeypatch:
     run = reference_kernel.run_experts
 
     def forgetful(*args: Any) -> torch.Tensor:
-        return run(*args[:-1], None)
+        return run(*args[:-2], None, args[-1])
 
     monkeypatch.setattr(reference_kernel, "run_experts", forgetful)
     outcome, passes = verified(converted_folder("qwen3_moe", "unquantized"), case=2)

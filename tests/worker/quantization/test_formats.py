@@ -83,6 +83,27 @@ def test_2880_by_2880_with_biases(name: str) -> None:
     assert torch.equal(seen.down_bias, made.tensors["down_proj.bias"].float())
 
 
+@pytest.mark.parametrize("name", ["unquantized", "fp8_block", "awq", "mxfp4"])
+def test_on_a_cpu_no_bit_of_a_token_depends_on_those_beside_it(name: str) -> None:
+    config, shape = CONFIGS[name], ExpertShape(128, 96)
+    format = format_of(config)
+    blocks = [packed(format, make_expert(config, shape, seed), shape) for seed in range(3)]
+    table = torch.tensor([block.data_ptr() for block in blocks])
+    torch.manual_seed(3)
+    x, weights = torch.randn(33, 128), torch.rand(33, 2)
+    experts = torch.stack([torch.randperm(3)[:2] for _ in range(33)])
+
+    def run(rows: slice) -> torch.Tensor:
+        where = block_format(format.block_layout(shape))
+        return face.run_experts(
+            x[rows], weights[rows], experts[rows], table, where, 96, GatedActivation(), deterministic=True
+        )
+
+    together = run(slice(None))
+    for token in range(33):
+        assert torch.equal(together[token], run(slice(token, token + 1))[0]), token
+
+
 @pytest.mark.parametrize(
     ("name", "hidden", "inner"),
     [

@@ -12,7 +12,10 @@ PREFIXES = "tests/worker/scheduling/test_scheduler_prefixes.py"
 LOOP = "tests/worker/test_loop.py"
 NATIVE = "tests/worker/test_native_engine.py"
 CONTRACT = "tests/worker/test_engine_contract.py"
+LIFECYCLE = "tests/worker/test_engine_lifecycle.py"
 SURVIVES = "tests/worker/test_engine_survives.py"
+FORMATS = "tests/worker/quantization/test_formats.py"
+SAMPLING = "tests/worker/test_plain_sampling.py"
 
 FAULTS = [
     Fault(
@@ -200,7 +203,7 @@ FAULTS = [
         "worker.engines.native",
         old="        self._streams.finish_all(FinishReason.ERROR, error)\n",
         new="",
-        tests=(f"{CONTRACT}::test_a_dead_engine_ends_every_stream_with_its_error[native on a fake runner]",),
+        tests=(f"{LIFECYCLE}::test_a_dead_engine_ends_every_stream_with_its_error[native on a fake runner]",),
     ),
     Fault(
         "native engine: a stall looks healthy",
@@ -252,5 +255,26 @@ FAULTS = [
         old="if asked.sampling.min_tokens:",
         new="if False:",
         tests=(f"{SURVIVES}::test_a_least_length_beside_a_grammar_is_refused",),
+    ),
+    Fault(
+        "scheduler: who was given up behind a head that waits is kept",
+        "worker.scheduling.waiting",
+        old="if self._num_ended > max(MOST_ENDED, self._count):",
+        new="if False:",
+        tests=(f"{EDGES}::test_requests_given_up_behind_one_that_waits_are_let_go",),
+    ),
+    Fault(
+        "deterministic: rows of one paged expert are multiplied together on a CPU",
+        "kernels._reference.experts",
+        old="multiply = _by_row if deterministic else torch.mm",
+        new="multiply = torch.mm",
+        tests=(f"{FORMATS}::test_on_a_cpu_no_bit_of_a_token_depends_on_those_beside_it[unquantized]",),
+    ),
+    Fault(
+        "sampling: logits are divided by next to nothing",
+        "worker.engines.plain_sampling",
+        old="if sampling.temperature < LEAST_TEMPERATURE:",
+        new="if sampling.temperature == 0.0:",
+        tests=(f"{SAMPLING}::test_a_temperature_too_small_to_divide_by_is_greedy[1e-38]",),
     ),
 ]

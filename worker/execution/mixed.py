@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -168,7 +168,8 @@ class MixedSteps:
         most_rows = max(rows + sizes.chunk_rows(tokens) for rows, tokens, _ in sizes.keys)
         largest = max(fields.size for fields in self._known.values())
         self._values = torch.zeros(largest, dtype=torch.int64, device=device)
-        self._starts = torch.arange(rows, dtype=torch.int64, device=device)
+        self._starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._tables = {
             name: torch.full((most_rows, self._columns(name, bound)), -1, device=device) for name in shapes
         }
@@ -304,21 +305,21 @@ class MixedSteps:
         """The filled inputs by name, and what layers read; only launches work on the device."""
         rows, tokens, bound = key
         parts = self._known[key].on_device(self._values)
-        starts = torch.cat([self._starts[:rows], parts["start"] + rows]).to(torch.int32)
         groups = {}
         for name, shape in self._shapes.items():
-            geometry = PagedGeometry(
-                query_start=starts,
+            spec = self._arena.specs[name]
+            whole = PagedGeometry(
+                query_start=parts["start"].to(torch.int32),
                 kv_len=parts[f"{name} kv_len"].to(torch.int32),
-                tables=self._tables[name][: starts.shape[0] - 1, : self._columns(name, bound)],
+                tables=self._tables[name][: parts["state"].shape[0], : self._columns(name, bound)],
                 first_page=parts[f"{name} first_page"].to(torch.int32),
-                page_tokens=self._arena.specs[name].page_tokens,
+                page_tokens=spec.page_tokens,
                 max_query_len=tokens,
                 max_kv_len=bound,
-                num_decode_rows=rows,
+                num_decode_rows=0,
             )
-            plan = self._backend.plan(geometry, shape)
-            groups[name] = TokenGroup(parts[f"{name} page"], parts[f"{name} offset"], plan)
+            plans = [self._backend.plan(geometry, shape) for geometry in self._split(whole, rows)]
+            groups[name] = TokenGroup(parts[f"{name} page"], parts[f"{name} offset"], *plans)
         state = None
         if self._state is not None:
             layout = PaddedLayout(parts["token_row"], parts["start"], parts["chunk_index"])
@@ -331,7 +332,25 @@ class MixedSteps:
             views=self._arena.views,
             backend=self._backend,
             live=parts["live"] > 0,
+            side=self._side if rows else None,
         )
+
+    def _split(self, whole: PagedGeometry, rows: int) -> list[PagedGeometry]:
+        """The geometry of decode rows, if there are any, and that of the others, which ``whole.query_start`` counts."""
+        kv_len, tables, first = whole.kv_len, whole.tables, whole.first_page
+        others = replace(whole, kv_len=kv_len[rows:], tables=tables[rows:], first_page=first[rows:])
+        if not rows:
+            return [others]
+        ones = replace(
+            whole,
+            query_start=self._starts[: rows + 1],
+            kv_len=kv_len[:rows],
+            tables=tables[:rows],
+            first_page=first[:rows],
+            max_query_len=1,
+            num_decode_rows=rows,
+        )
+        return [ones, others]
 
     def forward(self, key: MixedKey) -> None:
         """Computes what was filled: states advance, keys and values are stored, ``hidden`` is written. Reads no value

@@ -131,8 +131,10 @@ class DeltaNetLayer:
         behind = out
         if rows and self._fused is not None:
             pages = context.views[self._layer, "conv"], context.views[self._layer, "state"]
-            self._fused(inner[:rows], *pages, context.state.decode_page, out[:rows])
+            with context.beside():
+                self._fused(inner[:rows], *pages, context.state.decode_page, out[:rows])
             if rows == total:
+                context.join()
                 return self._outer(out)
             inner, behind, total, rows = inner[rows:], out[rows:], total - rows, 0
         z = inner[:, channels : channels + values]
@@ -149,6 +151,7 @@ class DeltaNetLayer:
             )
         mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
         gated_norm(mixed, z, self._norm, self._eps, behind)
+        context.join()
         return self._outer(out)
 
     def _step(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -15,6 +16,7 @@ from tests.worker.models.test_families import random_prompt
 from worker.attention.base import AttentionPlan, AttentionShape, PagedGeometry
 from worker.config import WorkerConfig
 from worker.execution.batch import BatchBuilder
+from worker.execution.context import StateGroup, TokenGroup
 from worker.execution.mixed import MixedSizes, MixedSteps
 from worker.execution.runner import ModelRunner
 from worker.execution.staging import HostUploads
@@ -92,26 +94,45 @@ def test_what_is_filled_is_what_is_built(lengths: list[int]) -> None:
         assert torch.equal(ours.page[at], theirs.page)
         assert torch.equal(ours.offset[at], theirs.offset)
         assert (ours.page[padding] == -1).all()
-        geometry, wanted = ours.plan, theirs.plan
-        assert isinstance(geometry, PagedGeometry)
+        wanted = theirs.plan
         assert isinstance(wanted, PagedGeometry)
-        lens = geometry.query_start.diff()
-        assert torch.equal(lens[row_at], wanted.query_start.diff())
-        assert lens[rows + plan.num_rows - decode :].sum() == 0
-        assert torch.equal(geometry.kv_len[row_at], wanted.kv_len)
-        idle = torch.ones(len(lens), dtype=torch.bool)
-        idle[row_at] = False
-        assert (geometry.kv_len[idle] == 0).all()
-        assert torch.equal(geometry.first_page[row_at], wanted.first_page)
-        assert torch.equal(geometry.tables[row_at][:, : wanted.tables.shape[1]], wanted.tables)
-        assert geometry.num_decode_rows == rows
-        assert (geometry.max_query_len, geometry.max_kv_len) == (tokens, bound)
+        first = 0
+        for geometry, count, size in planned(ours, decode, plan.num_rows, rows):
+            assert geometry.kv_len.shape[0] == size
+            part = slice(first, first + count)
+            lens = geometry.query_start.diff()
+            assert torch.equal(lens[:count], wanted.query_start.diff()[part])
+            assert geometry.query_start[0] == 0
+            assert torch.equal(geometry.kv_len[:count], wanted.kv_len[part])
+            assert (geometry.kv_len[count:] == 0).all()
+            assert torch.equal(geometry.first_page[:count], wanted.first_page[part])
+            assert torch.equal(geometry.tables[:count, : wanted.tables.shape[1]], wanted.tables[part])
+            assert geometry.max_kv_len == bound
+            first += count
+        chunks = ours.plan if ours.chunk_plan is None else ours.chunk_plan
+        assert isinstance(chunks, PagedGeometry)
+        assert (chunks.num_decode_rows, chunks.max_query_len) == (0, tokens)
+        assert chunks.query_start[-1] == plan.num_tokens - decode
     check_states(context.state, built.context.state, decode, rows, tokens)
+
+
+def planned(
+    group: TokenGroup, decode: int, num_rows: int, rows: int
+) -> Iterator[tuple[PagedGeometry, int, int]]:
+    """The geometries of a group, how many rows each really has, and padded."""
+    chunks = group.plan
+    if rows:
+        assert isinstance(group.plan, PagedGeometry)
+        assert (group.plan.num_decode_rows, group.plan.max_query_len) == (rows, 1)
+        assert group.plan.query_start.tolist() == list(range(rows + 1))
+        yield group.plan, decode, rows
+        chunks = group.chunk_plan
+    assert isinstance(chunks, PagedGeometry)
+    yield chunks, num_rows - decode, chunks.kv_len.shape[0]
 
 
 def check_states(ours: object, theirs: object, decode: int, rows: int, tokens: int) -> None:
     from kernels.recurrent import PaddedLayout
-    from worker.execution.context import StateGroup
 
     assert isinstance(ours, StateGroup)
     assert isinstance(theirs, StateGroup)
@@ -209,8 +230,9 @@ def test_a_rehearsal_fills_a_step_and_has_no_pages() -> None:
         assert not context.live.any()
         for group in context.groups.values():
             assert (group.page == -1).all()
-            assert isinstance(group.plan, PagedGeometry)
-            assert (group.plan.kv_len == 0).all()
+            for plan in (group.plan, group.chunk_plan):
+                assert plan is None or isinstance(plan, PagedGeometry)
+                assert plan is None or (plan.kv_len == 0).all()
         state = context.state
         assert state is not None
         assert (state.decode_page == -1).all()

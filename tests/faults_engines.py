@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.faults import Fault
 
 CONTRACT = "tests/worker/test_engine_contract.py"
+LIFECYCLE = "tests/worker/test_engine_lifecycle.py"
 FAKE = "tests/worker/test_fake_engine.py"
 STREAMS = "tests/worker/test_streams.py"
 
@@ -42,7 +43,7 @@ FAULTS = [
         "worker.engines.desk",
         old="self.streams.finish_all(FinishReason.ERROR, error)",
         new="pass",
-        tests=(f"{CONTRACT}::test_a_dead_engine_ends_every_stream_with_its_error[fake]",),
+        tests=(f"{LIFECYCLE}::test_a_dead_engine_ends_every_stream_with_its_error[fake]",),
     ),
     Fault(
         "transformers engine: end tokens are heeded although ignore_eos",

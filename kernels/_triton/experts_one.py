@@ -2,6 +2,8 @@
 
 Every weight is used once, so the time is that of reading it: each program streams a few rows and multiplies on the way.
 The second launch may begin while the first one ends (PDL): it reads its first weights before it waits for its inputs.
+With AHEAD the first may begin beside the launches ahead that decide where missing experts come to lie and bring them:
+an expert that lies in the arena is read at once, and only others wait for those launches.
 """
 
 from __future__ import annotations
@@ -25,21 +27,23 @@ HALF_WAY: tl.constexpr = tl.constexpr(2.0**60)
 
 
 @triton.jit
-def _inputs(x, unit, live, order, factor, KIND: tl.constexpr, HAS_ORDER: tl.constexpr):
-    """x at a tile's columns, times ``factor``, float32; packed weights: (even columns, odd columns)."""
+def _inputs(x, unit, live, order, factor, KIND: tl.constexpr, HAS_ORDER: tl.constexpr, CACHE: tl.constexpr = ""):
+    """x at a tile's columns, times ``factor``, float32; packed weights: (even columns, odd columns). CACHE ``.cg``: not
+    through the multiprocessor's own cache, for what an earlier kernel wrote that was not waited for here."""
     if KIND < 2:
-        even = tl.load(x + unit, mask=live, other=0.0).to(tl.float32) * factor
+        even = tl.load(x + unit, mask=live, other=0.0, cache_modifier=CACHE).to(tl.float32) * factor
         odd = even
     elif HAS_ORDER:
         inputs_of = order.to(tl.pointer_type(tl.int32))
         even_at = tl.load(inputs_of + 2 * unit, mask=live, other=0)
         odd_at = tl.load(inputs_of + 2 * unit + 1, mask=live, other=0)
-        even = tl.load(x + even_at, mask=live, other=0.0).to(tl.float32) * factor
-        odd = tl.load(x + odd_at, mask=live, other=0.0).to(tl.float32) * factor
+        even = tl.load(x + even_at, mask=live, other=0.0, cache_modifier=CACHE).to(tl.float32) * factor
+        odd = tl.load(x + odd_at, mask=live, other=0.0, cache_modifier=CACHE).to(tl.float32) * factor
     else:
         # Read side by side and parted in registers: two strided loads would be one instruction per element.
         both = 2 * unit[:, :, None] + tl.arange(0, 2)[None, None, :]
-        value = tl.load(x + both, mask=live[:, :, None] & (both >= 0), other=0.0).to(tl.float32) * factor
+        mask = live[:, :, None] & (both >= 0)
+        value = tl.load(x + both, mask=mask, other=0.0, cache_modifier=CACHE).to(tl.float32) * factor
         even, odd = tl.split(value)
     return even, odd
 
@@ -77,22 +81,30 @@ def _total(acc, KIND: tl.constexpr):
 
 @triton.jit
 def one_gate_up(
-    x, hidden, table, tee, experts, limit, alpha, gate_up, gate_scales, up_scales, zeros, zero_offset, gate_order,
-    up_order, bias,
+    x, hidden, table, tee, experts, ahead, first_place, last_place, limit, alpha, gate_up, gate_scales, up_scales,
+    zeros, zero_offset, gate_order, up_order, bias,
     INNER: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, SIDE: tl.constexpr,
     HAS_ZEROS: tl.constexpr, HAS_ORDER: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
     ALIGN: tl.constexpr, ASM: tl.constexpr, TEE: tl.constexpr, PDL: tl.constexpr, ROWS: tl.constexpr,
-    GROUPS: tl.constexpr,
+    GROUPS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """hidden [choices, I] = act(gate @ x, up @ x); a program has ROWS rows of gate and the same rows of up. GROUP
     columns share a scale, GROUPS of them make a tile; a packed tile has half as many bytes as columns."""
-    if PDL:
+    CACHE: tl.constexpr = ".cg" if AHEAD else ""
+    if PDL and not AHEAD:
         gdc_launch_dependents()
     choice = tl.program_id(0)
-    expert = tl.load(experts + choice)
+    expert = tl.load(experts + choice, cache_modifier=CACHE)
     if expert < 0:
+        if PDL and AHEAD:
+            gdc_wait()  # whoever waits for this launch waits for those ahead too
         return
-    base = tl.load(table + expert)
+    base = tl.load(table + expert, cache_modifier=CACHE)
+    if AHEAD:  # noqa: SIM102 (one is known when the kernel is compiled)
+        if (base < first_place) | (base >= last_place):
+            if PDL:
+                gdc_wait()
+            base = tl.load(ahead + expert, cache_modifier=CACHE)
     target = tl.load(tee + expert) if TEE else base * 0
     target = tl.where(target != 0, target + gate_up, 0)
     PACKED: tl.constexpr = 2 if KIND >= 2 else 1
@@ -140,13 +152,13 @@ def one_gate_up(
         if TEE:
             keep_tile(target, gate_at + start // PACKED, mask, gate_raw, x, KIND, ALIGN)
             keep_tile(target, up_at + start // PACKED, mask, up_raw, x, KIND, ALIGN)
-        even, odd = _inputs(x, here, inside, base + gate_order, 1.0, KIND, HAS_ORDER)
+        even, odd = _inputs(x, here, inside, base + gate_order, 1.0, KIND, HAS_ORDER, CACHE)
         gate_acc = _add(
             gate_acc, gate_raw, even, odd, base + gate_scales, gate_cell, group, ok, base + zeros, zero_offset, row_ok,
             KIND, HAS_ZEROS, ASM,
         )  # fmt: skip
         if HAS_ORDER:
-            even, odd = _inputs(x, here, inside, base + up_order, 1.0, KIND, True)
+            even, odd = _inputs(x, here, inside, base + up_order, 1.0, KIND, True, CACHE)
         up_acc = _add(
             up_acc, up_raw, even, odd, up_scale_at, up_cell, group, ok, base + zeros, zero_offset, row_ok,
             KIND, HAS_ZEROS, ASM,
@@ -169,6 +181,10 @@ def one_gate_up(
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)
         result = (up + 1.0) * gate * tl.sigmoid(alpha * gate)
+    if PDL and AHEAD:
+        # Not earlier: the launch behind reads ``ahead`` before it waits.
+        gdc_wait()
+        gdc_launch_dependents()
     tl.store(hidden + choice * INNER + row, result.to(hidden.dtype.element_ty), mask=row_ok)
 
 

@@ -19,8 +19,8 @@ def _gather(
     table, targets, num_experts, num_words, EXPERTS: tl.constexpr, WORDS: tl.constexpr, OVERLAP: tl.constexpr
 ):
     if OVERLAP:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     expert = tl.arange(0, EXPERTS)
     wanted = tl.load(targets + expert, mask=expert < num_experts, other=0) != 0
     count = tl.sum(wanted.to(tl.int32), 0)

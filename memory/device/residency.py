@@ -168,6 +168,11 @@ class Residency:
         return self._host
 
     @property
+    def place_range(self) -> tuple[int, int]:
+        """Address of the first place, and the one behind the last."""
+        return self._base, self._base + self.num_places * self._place_bytes
+
+    @property
     def resident(self) -> torch.Tensor:
         """[rows, experts] bool."""
         return self.address != self._host

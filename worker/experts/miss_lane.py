@@ -13,7 +13,7 @@ from statistics import median
 
 import torch
 
-from kernels.experts import BlockFormat, run_experts
+from kernels.experts import Ahead, BlockFormat, run_experts
 from kernels.pointwise import GatedActivation
 from kernels.residency import gather
 
@@ -93,16 +93,19 @@ def _times(
     places = grid.data_ptr() + torch.arange(num_experts, device=device) * grid.stride(0)
     table, targets = places.clone(), torch.zeros_like(places)
     table[missing], targets[missing[:1]] = host[missing], places[missing[:1]]
-    ahead = torch.where(targets > 0, targets, table)
+    reach = (grid.data_ptr(), grid.data_ptr() + len(grid) * grid.stride(0))
+    ahead = Ahead(torch.where(targets > 0, targets, table), *reach)
 
-    def products(addresses: torch.Tensor, tee: torch.Tensor | None) -> None:
-        run_experts(x, weights, experts, addresses, layer.where, layer.inner, layer.activation, tee)
+    def products(tee: torch.Tensor | None, brought: Ahead | None) -> None:
+        run_experts(
+            x, weights, experts, table, layer.where, layer.inner, layer.activation, tee, ahead=brought
+        )
 
     def by_gather() -> None:
         gather(table, targets, layer.where.num_bytes)
-        products(ahead, None)
+        products(None, ahead)
 
-    by_tee = _median_s(lambda: products(table, targets))
+    by_tee = _median_s(lambda: products(targets, None))
     return LaneTimes(tokens, len(missing), by_tee, _median_s(by_gather))
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kernels.experts import BlockFormat, run_experts
+from kernels.experts import Ahead, BlockFormat, run_experts
 from kernels.pointwise import GatedActivation
 from kernels.residency import gather
 from memory.api import PlaceRange, StepCommands
@@ -150,25 +150,34 @@ class ExpertPager:
         residency = self.residency
         if self._ring is not None:
             return self._run_pass(self._ring, row, x, weights, experts, where, inner, activation)
-        table, tee = self._bring(row, experts)
+        tee, ahead = self._bring(row, experts)
         out = run_experts(
-            x, weights, experts, table, where, inner, activation, tee, self.options.deterministic
+            x,
+            weights,
+            experts,
+            residency.address[row],
+            where,
+            inner,
+            activation,
+            tee,
+            self.options.deterministic,
+            ahead,
         )
         if not self._still and row == len(self.host.layers) - 1:
             residency.publish(row)
         return out
 
-    def _bring(self, row: int, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Decides; (table to read from, where the products are to store what they read). The layer before is published
-        on the way: its blocks are stored."""
+    def _bring(self, row: int, experts: torch.Tensor) -> tuple[torch.Tensor | None, Ahead | None]:
+        """Decides; answers where the products are to store what they read, or what is brought ahead of them. The layer
+        before is published on the way: its blocks are stored."""
         residency = self.residency
         if self._still:
-            return residency.address[row], None
+            return None, None
         if not self.lanes.gathers(len(experts)):
-            return residency.address[row], residency.decide(row, experts, row - 1)
+            return residency.decide(row, experts, row - 1), None
         targets, table = residency.decide_ahead(row, experts, row - 1)
         gather(residency.address[row], targets, self.host.block_bytes[row])
-        return table, None
+        return None, Ahead(table, *residency.place_range)
 
     def _run_pass(
         self,

@@ -1,0 +1,58 @@
+"""Products beside the launches that bring missing experts: the same bits as products behind them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels._triton import experts as kernel
+from kernels._triton import residency_gather
+from kernels.experts import Ahead
+from memory.device.host_experts import HostExperts, LayerBlocks
+from worker.experts.block_format import block_format
+from worker.quantization.base import ExpertShape
+from worker.quantization.fp8_block import Fp8Block
+from worker.quantization.unquantized import Unquantized
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+EXPERTS, PER_TOKEN = 5, 3
+
+
+@pytest.mark.parametrize(
+    ("format", "size_of", "tokens"),
+    [(Unquantized("float32"), 32, 1), (Unquantized("float32"), 32, 2), (Fp8Block(), 128, 1)],
+    ids=["dense-1", "dense-2", "fp8-1"],
+)
+def test_what_is_brought_ahead_is_read_where_it_comes_to_lie(
+    format: Unquantized | Fp8Block, size_of: int, tokens: int
+) -> None:
+    torch.manual_seed(tokens)
+    shape = ExpertShape(size_of, size_of)
+    layout = format.block_layout(shape)
+    size, where = layout.num_bytes, block_format(layout)
+    host = HostExperts({0: LayerBlocks(EXPERTS, size)})
+    if DEVICE == "cuda":
+        assert host.pin() is None
+    weights_of = torch.randint(0, 60, (EXPERTS, size), dtype=torch.uint8)  # small numbers, whatever the dtype
+    host.layer_blocks(0).copy_(weights_of)
+    home = host.addresses()[0].to(DEVICE)
+    places = torch.zeros(EXPERTS, size, dtype=torch.uint8, device=DEVICE)
+    there = places.data_ptr() + torch.arange(EXPERTS, device=DEVICE) * size
+    x = torch.randn(tokens, size_of, device=DEVICE)
+    weights = torch.rand(tokens, PER_TOKEN, device=DEVICE)
+    experts = torch.stack([torch.randperm(EXPERTS)[:PER_TOKEN] for _ in range(tokens)]).to(DEVICE)
+    experts[-1, 1] = -1
+    want = kernel.run_experts(x, weights, experts, home, where, size_of)
+    for resident, taken in ((EXPERTS, 0), (2, 2), (0, EXPERTS)):
+        places.fill_(0xFF)
+        places[:resident] = weights_of[:resident].to(DEVICE)
+        table, targets = home.clone(), torch.zeros_like(home)
+        table[:resident] = there[:resident]
+        targets[resident : resident + taken] = there[resident : resident + taken]
+        ahead = Ahead(
+            torch.where(targets > 0, targets, table), places.data_ptr(), places.data_ptr() + places.numel()
+        )
+        residency_gather.gather(table, targets, size)
+        found = kernel.run_experts(x, weights, experts, table, where, size_of, ahead=ahead)
+        assert torch.equal(found, want), f"{resident} resident, {taken} brought"
+        assert torch.equal(places[: resident + taken].cpu(), weights_of[: resident + taken])

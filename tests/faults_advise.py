@@ -11,6 +11,13 @@ STREAMED = "tests/worker/experts/test_streamed_reference.py"
 
 FAULTS = [
     Fault(
+        "advisor: scales of FP8 keys and values left out",
+        "worker.advise.geometry",
+        old='(4 * sum(layer.token_scales for layer in layers) if kv_dtype == "fp8_e4m3" else 0)',
+        new="0",
+        tests=("tests/worker/advise/test_formats_agree.py",),
+    ),
+    Fault(
         "limits: distinct experts counted with repeats",
         "worker.advise.limits",
         old="num_experts * (1.0 - (1.0 - experts_per_token / num_experts) ** num_tokens)",

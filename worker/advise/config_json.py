@@ -110,10 +110,12 @@ def _layer(config: Config, kind: PageKind, is_moe: bool, num_experts: int) -> La
     if kind is PageKind.STATE:
         mixer = _delta_net if config.get("linear_num_key_heads") else _kda
         mixer_matrices, mixer_others, state_bytes = mixer(config)
-        token_values = index_values = 0
+        token_values = token_scales = index_values = 0
     else:
         attention = _latent_attention if config.get("kv_lora_rank") else _grouped_attention
         mixer_matrices, mixer_others, token_values = attention(config)
+        # Latents have no form with scales.
+        token_scales = 0 if config.get("kv_lora_rank") else 2 * _kv_heads(config)
         index_matrices, index_others, index_values = _index(config)
         mixer_matrices, mixer_others = mixer_matrices + index_matrices, mixer_others + index_others
         state_bytes = 0
@@ -123,6 +125,7 @@ def _layer(config: Config, kind: PageKind, is_moe: bool, num_experts: int) -> La
         other_params=others + mixer_others,
         num_experts=num_experts if is_moe else 0,
         token_values=token_values,
+        token_scales=token_scales,
         index_values=index_values,
         window=_window(config) if kind is PageKind.WINDOW else 0,
         state_bytes=state_bytes,
@@ -157,10 +160,14 @@ def _mlp_params(config: Config, is_moe: bool, num_experts: int) -> tuple[int, in
     return matrices + 3 * hidden * shared * _first(config, "moe_intermediate_size", default=0), router
 
 
+def _kv_heads(config: Config) -> int:
+    return int(config.get("num_key_value_heads") or config["num_attention_heads"])
+
+
 def _grouped_attention(config: Config) -> tuple[int, int, int]:
     """(matrix weights, other weights, cached numbers per token) of grouped-query attention."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads") or heads
+    kv_heads = _kv_heads(config)
     head_dim = config.get("head_dim") or hidden // heads
     has_gate = bool(
         config.get("attn_output_gate", str(config.get("model_type")).startswith(("qwen3_5", "qwen3_next")))

@@ -20,6 +20,7 @@ class LayerGeometry:
         other_params: router, norms, convolutions, biases, sinks; bf16 in every format.
         num_experts: routed experts; 0 for a dense layer.
         token_values: numbers kept per token (K and V, or MLA latents).
+        token_scales: float32 scales beside them where they are FP8: one per head of K and of V; latents have none.
         index_values: numbers of a sparse-attention index kept per token.
         window: tokens that a WINDOW layer sees.
         state_bytes: of a STATE layer, per request: float32 state and bf16 convolution columns.
@@ -30,6 +31,7 @@ class LayerGeometry:
     other_params: int
     num_experts: int = 0
     token_values: int = 0
+    token_scales: int = 0
     index_values: int = 0
     window: int = 0
     state_bytes: int = 0
@@ -136,5 +138,6 @@ class ModelGeometry:
 
 
 def kv_bytes(layers: list[LayerGeometry], kv_dtype: str) -> int:
-    """Bytes per token of the attention KV of ``layers``; FP8 scales are per layer and not counted."""
-    return DTYPE_BYTES[KV_DTYPES[kv_dtype]] * sum(layer.token_values for layer in layers)
+    """Bytes per token of the attention KV of ``layers``, FP8 scales included."""
+    values = DTYPE_BYTES[KV_DTYPES[kv_dtype]] * sum(layer.token_values for layer in layers)
+    return values + (4 * sum(layer.token_scales for layer in layers) if kv_dtype == "fp8_e4m3" else 0)

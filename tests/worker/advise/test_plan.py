@@ -117,7 +117,7 @@ def test_advice_for_a_model_that_must_page() -> None:
     assert f"on average {found.num_resident} of 128 experts" in text
     assert "The host store needs 29 GB" in text
     assert "bound by the link" in text
-    assert "kv_dtype=fp8_e4m3 would free 1.61 GB" in text
+    assert "kv_dtype=fp8_e4m3 would free 1.56 GB" in text
     assert "int4 g32 would fit whole" in text
 
 
@@ -151,8 +151,8 @@ def test_advice_for_a_dense_model() -> None:
 
 def test_costs_are_said_in_bytes_and_tokens() -> None:
     text = " ".join(cost_sentences(plan(weights="int4")))
-    assert "98,304 B a token in bf16, 49,152 B in FP8" in text
-    assert "117 MB, as much as 1,188 tokens of bf16 KV or 2,376 of FP8 KV" in text
+    assert "98,304 B a token in bf16, 50,688 B in FP8" in text
+    assert "117 MB, as much as 1,188 tokens of bf16 KV or 2,304 of FP8 KV" in text
     assert "moves 934 MB" in text
 
 

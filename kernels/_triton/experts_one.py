@@ -27,7 +27,9 @@ HALF_WAY: tl.constexpr = tl.constexpr(2.0**60)
 
 
 @triton.jit
-def _inputs(x, unit, live, order, factor, KIND: tl.constexpr, HAS_ORDER: tl.constexpr, CACHE: tl.constexpr = ""):
+def _inputs(
+    x, unit, live, order, factor, KIND: tl.constexpr, HAS_ORDER: tl.constexpr, CACHE: tl.constexpr = ""
+):
     """x at a tile's columns, times ``factor``, float32; packed weights: (even columns, odd columns). CACHE ``.cg``: not
     through the multiprocessor's own cache, for what an earlier kernel wrote that was not waited for here."""
     if KIND < 2:

@@ -14,13 +14,22 @@ from worker.layers.decoder import Decoder
 
 
 class LayerPace:
-    """How many layers take about so many seconds, by those that ran. On a GPU it is told by events of an earlier slice,
-    without waiting; until one is done, one layer is taken at a time."""
+    """How many layers take about so many seconds, by those that ran, in this pass and the ones before. On a GPU it is
+    told by events of an earlier slice, without waiting; until the first is done, one layer is taken at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._layer_s = 0.0
+        self._num_tokens = 0
         self._slice: tuple[torch.cuda.Event, torch.cuda.Event, int] | None = None
+
+    def begin_pass(self, num_tokens: int) -> None:
+        """A pass of so many tokens begins. More tokens are taken to need as much more; fewer to need the same, for it
+        may have been the link that took the time."""
+        if self._num_tokens:
+            self._layer_s *= max(1.0, num_tokens / self._num_tokens)
+        self._num_tokens = num_tokens
+        self._slice = None
 
     def layers(self, seconds: float) -> int:
         """Layers for ``seconds``, at least one."""
@@ -53,16 +62,23 @@ class PrefillPass:
     """The layers of one pass, behind its memory commands. Its batch's tensors are its own."""
 
     def __init__(
-        self, decoder: Decoder, batch: DeviceBatch, pager: ExpertPager | None, ring: PassRing | None
+        self,
+        decoder: Decoder,
+        batch: DeviceBatch,
+        pager: ExpertPager | None,
+        ring: PassRing | None,
+        pace: LayerPace,
     ) -> None:
+        """``pace``: known from passes before."""
         self.batch = batch
         self._decoder = decoder
         self._pager = pager
         self._ring = ring
         self._rotation = decoder.rotation(batch.context.positions)
         self._stream, self._normed = decoder.enter(batch.token_ids)
-        self._pace = LayerPace(batch.token_ids.device)
+        self._pace = pace
         self._next = 0
+        pace.begin_pass(len(batch.token_ids))
 
     @property
     def is_done(self) -> bool:

@@ -19,7 +19,7 @@ from worker.execution.decode import DecodeSteps, batch_sizes, context_bounds
 from worker.execution.graphs import DecodeGraphs, GraphPool, MixedGraphs
 from worker.execution.loading import load_model
 from worker.execution.mixed import MixedKey, MixedSizes, MixedSteps
-from worker.execution.prefill_pass import PrefillPass
+from worker.execution.prefill_pass import LayerPace, PrefillPass
 from worker.execution.sampler import SampledRows, Sampler, SamplingStep
 from worker.execution.staging import fetch, make_uploads
 from worker.execution.timing import StepTimer
@@ -92,6 +92,7 @@ class ModelRunner:
             self.pager = experts.finish(loaded.device)
             self.page_specs += (expert_spec(EXPERT_GROUP, self.pager.host.place_bytes),)
         self.passes = self._plan_passes()
+        self._pace = LayerPace(self._device)
         self._shapes = {g.name: g.attention for g in self._model.groups if g.attention is not None}
         self._backend = choose_backend(config, tuple(self._shapes.values()), self._device)
         self._last_tokens = torch.zeros(config.max_running, dtype=torch.int64, device=self._device)
@@ -248,7 +249,8 @@ class ModelRunner:
         uploads.begin()
         batch = self._builder.build(plan, self._last_tokens, uploads)
         ring = None if self.pager is None else self.pager.make_ring(plan.ring)
-        return LaunchedPass(self, plan, PrefillPass(self._model.decoder, batch, self.pager, ring), timer)
+        layers = PrefillPass(self._model.decoder, batch, self.pager, ring, self._pace)
+        return LaunchedPass(self, plan, layers, timer)
 
     @torch.inference_mode()
     def end_pass(self, plan: StepPlan, layers: PrefillPass, timer: StepTimer) -> LaunchedStep:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+import torch
 
 from memory.device.residency import Lane
 from tests.helpers.fake_runner import full_spec, window_spec
@@ -189,6 +190,22 @@ def test_an_abort_takes_effect_when_the_pass_has_ended() -> None:
         assert engine.snapshot().num_running == 0
     finally:
         engine.close()
+
+
+def test_the_pace_of_layers_is_kept_from_pass_to_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter((0.0, 0.4, 1.0, 1.3))
+    monkeypatch.setattr("worker.execution.prefill_pass.time.perf_counter", lambda: next(now))
+    pace = LayerPace(torch.device("cpu"))
+    pace.begin_pass(100)
+    assert pace.layers(10.0) == 1, "nothing is known yet"
+    pace.end(pace.begin(), 4)
+    assert pace.layers(1.05) == 10
+    pace.begin_pass(50)
+    assert pace.layers(1.05) == 10, "the link may be what takes the time"
+    pace.begin_pass(200)
+    assert pace.layers(1.05) == 2
+    pace.end(pace.begin(), 1)
+    assert pace.layers(1.05) == 3
 
 
 def test_the_size_of_a_pass_is_the_links() -> None:

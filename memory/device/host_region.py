@@ -1,7 +1,8 @@
 """Host memory of an exact size for experts: private to a worker, or shared by the replicas of a host.
 
 A shared region is a file below /dev/shm named by its content. The first replica fills it under a lock and marks it
-complete; others wait for that and map it; it outlives a replica's restart, and :func:`remove_shared` ends it.
+complete; others wait for that and map it; it outlives a replica's restart, and :func:`remove_shared` ends it. A file
+of another size under the name makes way for a new one, and stays with those who have it mapped.
 """
 
 from __future__ import annotations
@@ -54,19 +55,16 @@ class HostRegion:
         self.data = whole[skip : skip + num_bytes]
 
     def _open_shared(self, path: Path, num_bytes: int) -> mmap.mmap:
-        # The folder is everybody's: a link, or a file that another user put there, is not to be trusted with weights.
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        if os.fstat(self._file).st_uid != os.geteuid():
-            raise PermissionError(
-                f"host_store=shared: {path} belongs to another user; use host_store=private"
-            )
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log.info("waiting for another worker to fill %s", path)
-            fcntl.flock(self._file, fcntl.LOCK_EX)
-        if os.fstat(self._file).st_size != num_bytes:
-            os.ftruncate(self._file, 0)
+        while True:
+            self._file = self._lock(path)
+            size = os.fstat(self._file).st_size
+            if size in (0, num_bytes) and _is_at(self._file, path):
+                break
+            if _is_at(self._file, path):
+                # Other blocks. Workers that read them keep them: cut short, the file would kill those.
+                path.unlink()
+            self.close()
+        if not size:
             self._check_room(num_bytes)
             os.ftruncate(self._file, num_bytes)
         found = mmap.mmap(self._file, num_bytes)
@@ -74,6 +72,22 @@ class HostRegion:
         if self.is_filled:
             fcntl.flock(self._file, fcntl.LOCK_UN)
         return found
+
+    def _lock(self, path: Path) -> int:
+        """The file at ``path``, made if need be, once nobody else fills it; PermissionError for another user's."""
+        # The folder is everybody's: a link, or a file that another user put there, is not to be trusted with weights.
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        if os.fstat(file).st_uid != os.geteuid():
+            os.close(file)
+            raise PermissionError(
+                f"host_store=shared: {path} belongs to another user; use host_store=private"
+            )
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("waiting for another worker to fill %s", path)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        return file
 
     def _check_room(self, num_bytes: int) -> None:
         """OSError where the shared folder cannot hold the file: a write beyond its end would kill the process."""
@@ -110,6 +124,15 @@ class HostRegion:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _is_at(file: int, path: Path) -> bool:
+    """Whether an open file is still the one at ``path``: it may have been removed while its lock was waited for."""
+    try:
+        there = os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(os.fstat(file), there)
 
 
 def remove_shared(name: str) -> bool:

@@ -105,9 +105,30 @@ def test_another_layout_under_the_name_is_not_taken_for_ours(name: str) -> None:
     first = HostExperts(BLOCKS, name)
     fill(first, 3)
     first.complete()
-    other = HostExperts({1: LayerBlocks(8, 384)}, name)
-    assert not other.is_filled
-    other.complete()
+    path = SHARED_FOLDER / f"headroom-{name}"
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        other = HostExperts({1: LayerBlocks(2, 384)}, name)
+        assert not other.is_filled
+        other.complete()
+        assert os.fstat(file.fileno()).st_size == size, "cut short under a worker that reads it"
+    assert first.block(1, 3).unique().tolist() == [6]
+    assert HostExperts({1: LayerBlocks(2, 384)}, name).is_filled
+
+
+def test_a_store_that_was_removed_while_it_was_waited_for_is_made_anew(name: str) -> None:
+    context = multiprocessing.get_context("fork")
+    answer: multiprocessing.SimpleQueue[list[int]] = context.SimpleQueue()
+    first = HostExperts(BLOCKS, name)
+    other = context.Process(target=_wait_for, args=(name, answer))
+    other.start()
+    time.sleep(0.3)
+    fill(first, 9)
+    remove_shared(name)
+    first.complete()
+    other.join(20)
+    assert answer.get() == [0, 0], "it filled a file that nobody else can find"
+    assert (SHARED_FOLDER / f"headroom-{name}").exists()
 
 
 def _wait_for(name: str, answer: multiprocessing.SimpleQueue[list[int]]) -> None:

@@ -17,8 +17,9 @@ _BLOCKS_VERSION = 1
 def shared_name(config: WorkerConfig) -> str | None:
     """The name of the shared host store for ``config``, None for a private one.
 
-    A hash over config.json, the dtype, and of each weight file its size, its head (tensor names, shapes, offsets) and
-    16 samples of 64 KiB: reading 30 GB in full would take as long as loading them.
+    A hash over config.json, the dtype, and of each weight file its size, the time it was written, its head (tensor
+    names, shapes, offsets) and 16 samples of 64 KiB: reading 30 GB in full would take as long as loading them, and a
+    few tensors written anew in their places may lie between the samples.
     """
     if config.host_store != "shared":
         return None
@@ -27,8 +28,9 @@ def shared_name(config: WorkerConfig) -> str | None:
     digest.update((folder / "config.json").read_bytes())
     if config.load == "checkpoint":
         for path in sorted(folder.glob("*.safetensors")):
-            size = path.stat().st_size
-            digest.update(f"{path.name} {size}".encode())
+            facts = path.stat()
+            size = facts.st_size
+            digest.update(f"{path.name} {size} {facts.st_mtime_ns}".encode())
             with path.open("rb") as file:
                 for sample in range(_SAMPLES + 1):
                     file.seek(sample * max(size - _SAMPLE_BYTES, 0) // _SAMPLES, os.SEEK_SET)

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -184,6 +185,20 @@ def shared() -> Iterator[WorkerConfig]:
     remove_shared(name)
     yield config
     remove_shared(name)
+
+
+def test_tensors_written_anew_between_the_samples_change_the_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    weights = tmp_path / "model.safetensors"
+    config = WorkerConfig(model=str(tmp_path), experts="paged", host_store="shared")
+    weights.write_bytes(bytes(8 << 20))
+    names = {shared_name(config)}
+    with weights.open("r+b") as file:
+        file.seek(300_000)  # samples lie at 0 and from 520 KB on
+        file.write(b"another expert")
+    names.add(shared_name(config))
+    assert len(names) == 2
+    assert shared_name(config) in names, "the same files have the same name"
 
 
 def test_a_second_replica_takes_the_first_ones_store(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -238,6 +238,20 @@ async def running_cluster(
                 task.cancel()
             for replica in replicas.values():
                 replica.engine.close()
+
+
+def served(folder: Path, use: Callable[[Cluster], Awaitable[Any]], **options: Any) -> Any:
+    """Runs ``use`` on a cluster; nothing may be left in engines, queue or ledger."""
+
+    async def run() -> Any:
+        async with running_cluster(folder, **options) as cluster:
+            result = await use(cluster)
+            assert await cluster.settle() == 0
+            assert cluster.dispatcher.num_open == 0
+            assert cluster.dispatcher.num_waiting == 0
+            return result
+
+    return asyncio.run(run())
 
 
 async def _report(cluster: Cluster) -> None:

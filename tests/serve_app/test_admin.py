@@ -15,8 +15,8 @@ from serve_app.deployments import engine_server
 from serve_app.http.access import AccessRules
 from serve_app.http.api_keys import KeyRing, new_key
 from serve_app.http.routes import create_app
-from tests.serve_app.in_process import Cluster
-from tests.serve_app.test_dispatch import ask, quick, served, slow
+from tests.serve_app.in_process import Cluster, served
+from tests.serve_app.test_dispatch import ask, quick, slow
 from worker.errors import EngineDead
 
 __all__ = ["quick", "slow"]  # fixtures

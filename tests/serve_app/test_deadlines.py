@@ -15,8 +15,8 @@ from serve_app.deployments.protocol import Accepted, Refused, StreamItem, Worker
 from serve_app.deployments.watching import StreamWatch, Watchers
 from serve_app.http.errors import DeadlinePassed, WorkerLost
 from tests.helpers.tokenizers import scripted, write_model_folder
-from tests.serve_app.in_process import Cluster, sse_chunks
-from tests.serve_app.test_dispatch import ANSWER, ask, quick, served, slow
+from tests.serve_app.in_process import Cluster, served, sse_chunks
+from tests.serve_app.test_dispatch import ANSWER, ask, quick, slow
 from worker.api import FinishReason, GenerateRequest, Grammar, TokenEvent
 from worker.errors import EngineDead, InvalidRequest
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import httpx
 import pytest
 
 from tests.helpers.tokenizers import byte_tokenizer, scripted, write_model_folder
-from tests.serve_app.in_process import REPORT_S, Cluster, running_cluster, sse_chunks
+from tests.serve_app.in_process import REPORT_S, Cluster, served, sse_chunks
 
 USER = [{"role": "user", "content": "Say something."}]
 ANSWER = "A zebra crosses the road."
@@ -22,19 +21,6 @@ ANSWER = "A zebra crosses the road."
 def folder(tmp_path: Path) -> Path:
     """A model that always answers ``ANSWER``."""
     return write_model_folder(tmp_path / "model", script=scripted(ANSWER))
-
-
-def served(folder: Path, use: Callable[[Cluster], Awaitable[Any]], **options: Any) -> Any:
-    """Runs ``use`` on a cluster and checks that no engine has a request afterwards."""
-
-    async def run() -> Any:
-        async with running_cluster(folder, **options) as cluster:
-            result = await use(cluster)
-            assert await cluster.settle() == 0
-            assert cluster.dispatcher.num_open == 0
-            return result
-
-    return asyncio.run(run())
 
 
 def post(folder: Path, body: Any, path: str = "/v1/chat/completions", **options: Any) -> httpx.Response:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,22 +12,10 @@ import pytest
 from pydantic import BaseModel
 
 from tests.helpers.tokenizers import byte_tokenizer, scripted, write_model_folder
-from tests.serve_app.in_process import Cluster, running_cluster, sse_chunks
+from tests.serve_app.in_process import Cluster, served, sse_chunks
 from tests.serve_app.test_tools import CALL, client_of, model_folder, walking
 
 ANSWER = "A zebra crosses."
-
-
-def served(folder: Path, use: Callable[[Cluster], Awaitable[Any]], **options: Any) -> Any:
-    """Runs ``use`` on a cluster, which must be empty afterwards."""
-
-    async def run() -> Any:
-        async with running_cluster(folder, **options) as cluster:
-            result = await use(cluster)
-            assert await cluster.settle() == 0
-            return result
-
-    return asyncio.run(run())
 
 
 def test_text_in_text_out(tmp_path: Path) -> None:

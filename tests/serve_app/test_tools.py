@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -28,7 +27,7 @@ from tests.helpers.tokenizers import (
     write_model_folder,
 )
 from tests.helpers.walk_engine import WalkEngine
-from tests.serve_app.in_process import Cluster, running_cluster, sse_chunks
+from tests.serve_app.in_process import Cluster, served, sse_chunks
 from worker.config import WorkerConfig
 
 NUM_SCHEMAS = 500
@@ -69,16 +68,6 @@ def model_folder(path: Path, name: str, script: dict[str, object] | None = None)
 def walking(config: WorkerConfig, lead: str = "") -> WalkEngine:
     """Makes the engine that draws any allowed token."""
     return WalkEngine(Path(config.model), 300, END, lead, max_model_len=16_384)
-
-
-def served(folder: Path, use: Callable[[Cluster], Awaitable[Any]], **options: Any) -> Any:
-    """Runs ``use`` on a cluster."""
-
-    async def run() -> Any:
-        async with running_cluster(folder, **options) as cluster:
-            return await use(cluster)
-
-    return asyncio.run(run())
 
 
 def client_of(cluster: Cluster) -> openai.AsyncOpenAI:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ from serve_app.deployments.trunk_reader import SeatedStream, Trunks
 from serve_app.http.errors import WorkerLost
 from serve_app.policies.coalescing import CoalescingConfig
 from tests.helpers.tokenizers import scripted, write_model_folder
-from tests.serve_app.in_process import Cluster, running_cluster, sse_chunks
+from tests.serve_app.in_process import Cluster, served, sse_chunks
 from worker.api import FinishReason, GenerateRequest, SamplingParams, TokenEvent
 from worker.config import WorkerConfig
 from worker.engines.fake import FakeEngine
@@ -340,14 +340,6 @@ def test_a_trunk_is_no_part_of_the_request_that_opened_it() -> None:
 
     asyncio.run(run())
     assert seen == ["home"]
-
-
-def served(folder: Path, use: Callable[[Cluster], Awaitable[Any]], **options: Any) -> Any:
-    async def run() -> Any:
-        async with running_cluster(folder, **options) as cluster:
-            return await use(cluster)
-
-    return asyncio.run(run())
 
 
 def test_streams_of_several_workers_arrive_whole_over_http(tmp_path: Path) -> None:

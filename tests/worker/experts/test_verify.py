@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,12 @@ import torch
 
 from kernels._reference import experts as reference_kernel
 from tests.helpers.quantized import converted_folder
+from tests.helpers.spoiling import spoiled
 from tests.helpers.tiny import tiny_folder
 from worker.config import WorkerConfig
 from worker.errors import ConfigError
 from worker.experts.pager import ExpertPager
 from worker.models import paged
-from worker.models.paged import PagedFactory
 from worker.quantization.blocks import block_part
 from worker.quantization.choose import find_format
 from worker.quantization.mxfp4 import Mxfp4
@@ -50,22 +49,6 @@ def test_sound_models_pass(family: str, format: str) -> None:
         assert outcome.hits > 0
         if CASES[case].churns:
             assert outcome.evictions > 20, "the forced case did not churn"
-
-
-def spoiled(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[ExpertPager], None]) -> None:
-    """Spoils the host store when a paged model has been read. The hashes go with it: what is tried is what the
-    comparison sees, not what the running check does."""
-    finish = PagedFactory.finish
-
-    def spoiling(self: PagedFactory, device: torch.device) -> ExpertPager:
-        pager = finish(self, device)
-        spoil(pager)
-        for layer in pager.host.layers:
-            for expert in range(pager.host.num_experts):
-                pager.host.seal(layer, expert)
-        return pager
-
-    monkeypatch.setattr(PagedFactory, "finish", spoiling)
 
 
 def test_an_unpaged_zero_point_fails(monkeypatch: pytest.MonkeyPatch) -> None:

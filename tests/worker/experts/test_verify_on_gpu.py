@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,11 @@ import pytest
 import torch
 
 from tests.helpers.quantized import converted_folder
+from tests.helpers.spoiling import spoiled
 from worker.config import WorkerConfig
 from worker.experts import pager as paging
 from worker.experts.pager import ExpertPager
 from worker.models import paged
-from worker.models.paged import PagedFactory
 from worker.quantization.base import ExpertShape
 from worker.quantization.blocks import block_part
 from worker.quantization.choose import find_format
@@ -65,21 +64,6 @@ def test_streamed_equals_resident_bit_for_bit(format: str) -> None:
                 assert torch.equal(getattr(right, name).cpu(), getattr(seen, name)), (right.layer, name)
         assert torch.equal(want.likely.cpu(), found.likely)
         assert torch.equal(want.logprobs.cpu(), found.logprobs)
-
-
-def spoiled(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[ExpertPager], None]) -> None:
-    """Spoils the host store when a paged model has been read, and its hashes with it."""
-    finish = PagedFactory.finish
-
-    def spoiling(self: PagedFactory, device: torch.device) -> ExpertPager:
-        pager = finish(self, device)
-        spoil(pager)
-        for layer in pager.host.layers:
-            for expert in range(pager.host.num_experts):
-                pager.host.seal(layer, expert)
-        return pager
-
-    monkeypatch.setattr(PagedFactory, "finish", spoiling)
 
 
 def test_an_unpaged_zero_point_fails(monkeypatch: pytest.MonkeyPatch) -> None:

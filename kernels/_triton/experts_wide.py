@@ -25,8 +25,12 @@ from kernels._triton.expert_weights import (
 )
 from kernels._triton.experts_group import combine, copy_blocks, group_pairs
 
-LEAST_TOKENS = {DENSE: 64, FP8_BLOCK: 192, INT4: 320, MXFP4: 160}
-"""Tokens that an expert has on average from which on these launches are the faster ones, measured on an H200."""
+DECODE_TOKENS = 64
+"""Up to so many tokens in all, other kernels read weights that need no unpacking."""
+LEAST_TOKENS = {FP8_BLOCK: 192, INT4: 320, MXFP4: 160}
+"""Tokens that an expert has on average from which on unpacking pays, measured on an H200."""
+FEW_PER_EXPERT, SOME_PER_EXPERT = 24, 48
+"""Tokens that an expert has on average up to which tiles of 32 and of 64 tokens were the fastest there."""
 SCRATCH_BYTES = 320 << 20
 """Unpacked weights at a time, at most (but one expert's at least)."""
 MAX_SHARING = 16
@@ -107,7 +111,7 @@ def _wide_gate_up(
     x, hidden, weights, table, order, starts, first_expert, experts_per_token, inner, width, x_stride, limit, alpha,
     gate_up, bias,
     HAS_BIAS: tl.constexpr, BIAS_IS_X: tl.constexpr, ACTIVATION: tl.constexpr, ALIGN: tl.constexpr,
-    SHARING: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     expert = first_expert + tl.program_id(2)
     first = tl.load(starts + expert)
@@ -119,7 +123,7 @@ def _wide_gate_up(
     gate_at = rows + tl.minimum(row, inner - 1)[None, :] * width
     up_at = gate_at + inner * width
     step = tl.arange(0, COLUMNS)
-    for chunk in range(tl.program_id(0), tl.cdiv(last - first, TOKENS), SHARING):
+    for chunk in range(tl.program_id(0), tl.cdiv(last - first, TOKENS), tl.num_programs(0)):
         place = first + chunk * TOKENS + tl.arange(0, TOKENS)
         token = tl.load(order + tl.minimum(place, last - 1)) // experts_per_token
         x_at = x + token.to(tl.int64)[:, None] * x_stride
@@ -163,7 +167,7 @@ def _wide_gate_up(
 @triton.jit
 def _wide_down(
     hidden, partial, weights, table, order, starts, first_expert, inner, width, down, bias,
-    HAS_BIAS: tl.constexpr, BIAS_IS_X: tl.constexpr, ALIGN: tl.constexpr, SHARING: tl.constexpr, TOKENS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BIAS_IS_X: tl.constexpr, ALIGN: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     expert = first_expert + tl.program_id(2)
@@ -174,7 +178,7 @@ def _wide_down(
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     row_at = rows + tl.minimum(row, width - 1)[None, :] * inner
     step = tl.arange(0, COLUMNS)
-    for chunk in range(tl.program_id(0), tl.cdiv(last - first, TOKENS), SHARING):
+    for chunk in range(tl.program_id(0), tl.cdiv(last - first, TOKENS), tl.num_programs(0)):
         place = first + chunk * TOKENS + tl.arange(0, TOKENS)
         held = tl.minimum(place, last - 1)
         hidden_at = hidden + held.to(tl.int64)[:, None] * inner
@@ -207,17 +211,23 @@ def _wide_down(
 
 def serves(block: BlockFormat, tokens: int, experts_per_token: int, num_experts: int) -> bool:
     """Whether a launch of so many tokens has enough of them per expert, and scales lie as unpacking takes them."""
-    least = LEAST_TOKENS[block.kind]
+    if block.kind == DENSE:
+        return tokens > DECODE_TOKENS
     groups = (block.group, block.down_group or block.group) if block.kind >= INT4 else ()
     whole = all(group > 1 and (2 * UNPACKED_BYTES) % group == 0 for group in groups)
-    return whole and tokens * experts_per_token >= least * num_experts
+    return whole and tokens * experts_per_token >= LEAST_TOKENS[block.kind] * num_experts
 
 
-def choose_tiles(element_size: int, *, is_down: bool) -> WideTiles:
-    """The tile for a launch; wide dtypes take a quarter of the room."""
+def choose_tiles(element_size: int, per_expert: float) -> tuple[WideTiles, WideTiles]:
+    """The tiles for gate and up, and for down, by the tokens that an expert has on average: narrow ones while reading
+    weights takes longer than multiplying. Wide dtypes take a quarter of the room."""
     if element_size > 2:
-        return WideTiles(32, 32, 32, 4, 2)
-    return WideTiles(128, 256, 64, 8, 3) if is_down else WideTiles(128, 128, 64, 8, 3)
+        return (WideTiles(32, 32, 32, 4, 2),) * 2
+    if per_expert <= FEW_PER_EXPERT:
+        return (WideTiles(32, 128, 64, 4, 4),) * 2
+    if per_expert <= SOME_PER_EXPERT:
+        return (WideTiles(64, 128, 64, 8, 4),) * 2
+    return WideTiles(128, 128, 64, 8, 3), WideTiles(128, 256, 64, 8, 3)
 
 
 def run_experts(
@@ -244,10 +254,7 @@ def run_experts(
         table = torch.where(kept != 0, kept, table)
     hidden = torch.empty(tokens * per_token, inner, dtype=x.dtype, device=x.device)
     partial = torch.empty(tokens * per_token, width, dtype=torch.float32, device=x.device)
-    up, down = tiles or (
-        choose_tiles(x.element_size(), is_down=False),
-        choose_tiles(x.element_size(), is_down=True),
-    )
+    up, down = tiles or choose_tiles(x.element_size(), tokens * per_token / num_experts)
     size = x.element_size()
     unpacked = _Unpacked(block, x, inner, num_experts, scratch_bytes) if block.kind != DENSE else None
     shared = {
@@ -263,27 +270,23 @@ def run_experts(
         _wide_gate_up[_grid(up, tokens, inner, count)](
             inputs, hidden, held, table, order, starts, first, per_token, inner, width, inputs.stride(0), limit, alpha,
             gate_up_at, block.gate_up_bias, HAS_BIAS=block.gate_up_bias >= 0, ACTIVATION=activation,
-            WHOLE=width % up.columns == 0, **_tile(up, tokens), **shared,
+            WHOLE=width % up.columns == 0, **_tile(up), **shared,
         )  # fmt: skip
         _wide_down[_grid(down, tokens, width, count)](
             hidden, partial, held, table, order, starts, first, inner, width, down_at, block.down_bias,
-            HAS_BIAS=block.down_bias >= 0, WHOLE=inner % down.columns == 0, **_tile(down, tokens), **shared,
+            HAS_BIAS=block.down_bias >= 0, WHOLE=inner % down.columns == 0, **_tile(down), **shared,
         )  # fmt: skip
     return combine(partial, weights, experts, x)
 
 
-def _sharing(tiles: WideTiles, tokens: int) -> int:
-    return min(triton.cdiv(tokens, tiles.tokens), MAX_SHARING)
-
-
 def _grid(tiles: WideTiles, tokens: int, rows: int, num_experts: int) -> tuple[int, int, int]:
     # An expert's programs lie side by side, so that they find its weights in the cache.
-    return _sharing(tiles, tokens), triton.cdiv(rows, tiles.rows), num_experts
+    sharing = min(triton.cdiv(tokens, tiles.tokens), MAX_SHARING)
+    return sharing, triton.cdiv(rows, tiles.rows), num_experts
 
 
-def _tile(tiles: WideTiles, tokens: int) -> dict[str, int]:
+def _tile(tiles: WideTiles) -> dict[str, int]:
     return {
-        "SHARING": _sharing(tiles, tokens),
         "TOKENS": tiles.tokens,
         "ROWS": tiles.rows,
         "COLUMNS": tiles.columns,

@@ -149,4 +149,5 @@ def test_groups_that_do_not_divide_a_tile_are_left_to_the_other_kernels() -> Non
     assert not wide.serves(BlockFormat(face.INT4, 0, 0, group=128, down_group=96), many, 8, 128)
     assert not wide.serves(BlockFormat(face.INT4, 0, 0, group=2048), many, 8, 128)
     assert wide.serves(BlockFormat(face.FP8_BLOCK, 0, 0), many, 8, 128)
-    assert not wide.serves(BlockFormat(face.DENSE, 0, 0), 63, 8, 8), "too few tokens per expert"
+    assert not wide.serves(BlockFormat(face.FP8_BLOCK, 0, 0), 191, 8, 8), "too few tokens per expert"
+    assert not wide.serves(BlockFormat(face.DENSE, 0, 0), 64, 8, 8), "a decode step"

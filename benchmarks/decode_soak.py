@@ -24,6 +24,7 @@ from worker.engines.native import NativeEngine
 
 MODEL = "demo/model"
 SAMPLE_EVERY_S = 0.25
+SAMPLES_PER_LINE = 20
 ABORTED = 0.1
 SHARED = 0.3
 
@@ -74,6 +75,8 @@ async def _run(
     async def watch() -> None:
         while goes_on():
             samples.append((engine.snapshot().num_steps, torch.cuda.memory_reserved(), resident_bytes()))
+            if len(samples) % SAMPLES_PER_LINE == 0:
+                print("steps, reserved and resident bytes:", *samples[-1], flush=True)
             await asyncio.sleep(SAMPLE_EVERY_S)
 
     await asyncio.gather(watch(), *(client() for _ in range(concurrency)))
@@ -103,8 +106,10 @@ def main() -> None:
         max_running=options.concurrency,
         arena_bytes=options.arena_bytes,
     )
+    began_s = time.perf_counter()
     engine = NativeEngine(config)
     started_s = time.perf_counter()
+    print(f"started in {started_s - began_s:.1f} s", flush=True)
     try:
         samples = asyncio.run(_run(engine, options.steps, options.concurrency, options.seconds))
         seconds = time.perf_counter() - started_s

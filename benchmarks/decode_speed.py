@@ -43,6 +43,16 @@ PROFILER_START_S = 0.5
 PARTS = ("attention", "linear_attention", "experts", "rest", "launch_gaps", "host_gaps")
 
 
+class NotTogetherError(RuntimeError):
+    """Rows did not decode in one step: there is no such case to measure."""
+
+
+def claimed_arena(geometry: ModelGeometry, batch: int, tokens: int) -> int:
+    """Arena bytes of a case whose contexts are claimed in one step: each holds its whole prompt in windows, too."""
+    windows = batch * tokens * geometry.window_kv_bytes(context=1)
+    return arena_for(geometry, batch, tokens + GENERATED) + int(1.05 * windows)
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """So many rows with contexts of so many tokens."""
@@ -81,7 +91,7 @@ def measure(
     generate(bench.engine, prompts, case.num_steps + SKIPPED + 2)
     steps = bench.log.decode_steps(case.batch, SKIPPED)
     if len(steps) < 2:
-        raise RuntimeError(f"{label}: {case.batch} rows never decoded together")
+        raise NotTogetherError(f"{label}: {case.batch} rows never decoded together")
     step_s = (steps[-1].at_s - steps[0].at_s) / (len(steps) - 1)
     distinct = bench.runner.distinct_experts(case.batch)
     context = case.tokens + SKIPPED + case.num_steps / 2
@@ -133,14 +143,14 @@ class DecodeTable:
             Case(batch, context)
             for context in self.contexts
             for batch in self.batches
-            if arena_for(geometry, batch, CONTEXTS[context] + GENERATED) < available
+            if claimed_arena(geometry, batch, CONTEXTS[context]) < available
         ]
 
     def needs(self, geometry: ModelGeometry, available: int) -> Needs:
         """See :class:`benchmarks.model_tables.Table`."""
         cases = self.cases(geometry, available)
         return Needs(
-            arena_bytes=max(arena_for(geometry, case.batch, case.tokens + GENERATED) for case in cases),
+            arena_bytes=max(claimed_arena(geometry, case.batch, case.tokens) for case in cases),
             max_running=max(case.batch for case in cases),
             max_model_len=2 * max(case.tokens for case in cases),
             # Claimed prompts cost nothing: all in one step, so that all rows begin and end together.
@@ -154,11 +164,15 @@ class DecodeTable:
         for context in self.contexts:
             for batch in self.batches:
                 label = f"{model}.b{batch}.c{context}{self.suffix}"
-                if arena_for(bench.geometry, batch, CONTEXTS[context] + GENERATED) > room:
+                if claimed_arena(bench.geometry, batch, CONTEXTS[context]) > room:
                     self.notes.append(f"{label}: does not fit the GPU")
                     continue
                 profiles = batch in self.profiled and context == self.contexts[0]
-                row, lines = measure(bench, label, Case(batch, context), rates.copy, profiles)
+                try:
+                    row, lines = measure(bench, label, Case(batch, context), rates.copy, profiles)
+                except NotTogetherError as error:
+                    self.notes.append(str(error))
+                    continue
                 self.rows.append(row)
                 print({k: v if isinstance(v, str) else v and round(v, 4) for k, v in row.items()})
                 print("\n".join(lines), flush=True)

@@ -87,7 +87,7 @@ FAULTS = [
     Fault(
         "a table claims what does not fit",
         "benchmarks.decode_speed",
-        "if arena_for(geometry, batch, CONTEXTS[context] + GENERATED) < available",
+        "if claimed_arena(geometry, batch, CONTEXTS[context]) < available",
         "if True",
         (
             "tests/benchmarks/test_gpu_benchmarks.py::test_tables_name_what_fits_and_what_deterministic_mode_costs",

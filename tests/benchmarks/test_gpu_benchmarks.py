@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.decode_soak import growth
-from benchmarks.decode_speed import Case, DecodeTable
+from benchmarks.decode_speed import Case, DecodeTable, claimed_arena
 from benchmarks.gpu_engine import RoutedAlike, random_prompts
 from benchmarks.http_throughput import ModelServer, figures, write_tokenizer
 from benchmarks.model_tables import Rates, Run
@@ -106,6 +106,11 @@ def test_tables_name_what_fits_and_what_deterministic_mode_costs() -> None:
     assert needs.batches == (1, 4, 16, 64, 256)
     assert needs.arena_bytes > 64 * 8192 * 98304
     assert PrefillTable().needs(geometry, 0).max_step_tokens == 32768
+    windowed = shape_geometry(shape_folder("gpt-oss-20b", "mxfp4"))
+    whole = (
+        256 * 8192 * 2 * windowed.full_kv_bytes()
+    )  # windows hold a claimed prompt as well, and are half the layers
+    assert whole < claimed_arena(windowed, 256, 8192) < 1.2 * whole
     table.rows.append({"case": "m.bf16.b64.c1k", "tokens_per_s": 4000.0})
     costs = CostTable(table, ["m.bf16"])
     assert costs.cost("m.bf16.b64.c1k", {"tokens_per_s": 3000.0}) == pytest.approx(0.25)

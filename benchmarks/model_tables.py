@@ -15,6 +15,7 @@ import torch
 from benchmarks.gpu_engine import GpuBench, copy_bytes_per_s, free_beside, matrix_flops, open_bench
 from benchmarks.report import Conditions, Report, Value, publish
 from benchmarks.shapes import shape_folder, shape_geometry
+from benchmarks.step_profile import record_kernels
 from worker.advise.formats import find_format
 from worker.advise.geometry import ModelGeometry
 
@@ -30,6 +31,7 @@ class Rates:
     def measured(cls) -> Rates:
         """Measures both."""
         found = cls(copy_bytes_per_s(), matrix_flops())
+        record_kernels(torch.cuda.synchronize)  # the profiler's first start takes longest
         torch.cuda.empty_cache()
         return found
 

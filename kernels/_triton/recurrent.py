@@ -228,15 +228,19 @@ def _conv_rows(
     columns = states + number[:, None] * s_page + channel[None, :]
     factor = tl.load(weight + (WIDTH - 1) * channels + channel, mask=held, other=0.0).to(tl.float32)
     total = tl.load(at, mask=real, other=0.0).to(tl.float32) * factor[None, :]
+    # Tokens before the chunk lie in the state: its last column is the one just before the chunk's first. Few programs
+    # have such tokens at all.
+    begins = tl.min(tl.where(mine, place, WIDTH), 0) < WIDTH - 1
     for tap in tl.static_range(WIDTH - 1):
         back = WIDTH - 1 - tap
-        # Tokens before the chunk lie in the state: its last column is the one just before the chunk's first.
         inside = (place >= back)[:, None]
-        near = tl.load(at - back * x_row, mask=real & inside, other=0.0).to(tl.float32)
-        before = columns + (WIDTH - 1 + place - back)[:, None] * channels
-        far = tl.load(before, mask=real & (place < back)[:, None], other=0.0).to(tl.float32)
+        value = tl.load(at - back * x_row, mask=real & inside, other=0.0).to(tl.float32)
+        if begins:
+            before = columns + (WIDTH - 1 + place - back)[:, None] * channels
+            far = tl.load(before, mask=real & (place < back)[:, None], other=0.0).to(tl.float32)
+            value = tl.where(inside, value, far)
         factor = tl.load(weight + tap * channels + channel, mask=held, other=0.0).to(tl.float32)
-        total += tl.where(inside, near, far) * factor[None, :]
+        total += value * factor[None, :]
     result = total * tl.sigmoid(total)
     tl.store(out + token[:, None] * channels + channel[None, :], result.to(out.dtype.element_ty), mask=real)
 

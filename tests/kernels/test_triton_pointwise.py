@@ -56,7 +56,12 @@ def test_a_gated_norm(dtype: torch.dtype) -> None:
     x = torch.randn(4, 3, 24, device=DEVICE)
     gate, weight = rows_apart(4, 72, dtype), torch.rand(24, device=DEVICE)
     opened = torch.nn.functional.silu(gate.float()).view(x.shape)
-    close(pointwise.gated_norm(x, gate, weight, 1e-6), (plain.rms_norm(x, weight, 1e-6) * opened).to(dtype))
+    wanted = (plain.rms_norm(x, weight, 1e-6) * opened).to(dtype).flatten(1)
+    close(pointwise.gated_norm(x, gate, weight, 1e-6), wanted)
+    room = torch.full((6, 72), 7.0, dtype=dtype, device=DEVICE)
+    close(pointwise.gated_norm(x, gate, weight, 1e-6, room[1:5]), wanted)
+    close(room[1:5], wanted)
+    assert (room[[0, 5]] == 7).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

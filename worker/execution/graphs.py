@@ -141,19 +141,14 @@ class MixedGraphs:
 
     def capture(self, pool: GraphPool, keys: list[MixedKey] | None = None) -> None:
         """Captures ``keys`` (None: all). Nothing may be in flight."""
-        started_s = time.perf_counter()
         warm: set[tuple[int, int]] = set()
-        torch.cuda.synchronize()
-        for key in self.keys if keys is None else keys:
-            # Kernels do not differ by the longest context.
-            self._graphs[key] = pool.capture(
-                partial(self._steps.forward, key), 0 if key[:2] in warm else MIXED_WARM_UPS
-            )
-            warm.add(key[:2])
-        torch.cuda.synchronize()
-        log.info(
-            "captured %d graphs of mixed steps in %.1f s", len(self._graphs), time.perf_counter() - started_s
-        )
+        with _told("steps with chunks", self._graphs):
+            for key in self.keys if keys is None else keys:
+                self._steps.rehearse(key)
+                # Kernels do not differ by the longest context.
+                warm_ups = 0 if key[:2] in warm else MIXED_WARM_UPS
+                self._graphs[key] = pool.capture(partial(self._steps.forward, key), warm_ups)
+                warm.add(key[:2])
 
     def find(self, plan: StepPlan) -> MixedKey | None:
         """The padded sizes for a plan; None where it has none, which counts as an eager step."""

@@ -26,26 +26,32 @@ ARENA_BYTES = 1 << 23
 def record_steps(
     config: WorkerConfig, batches: Sequence[int], prompt_tokens: int = 12, new_tokens: int = 6
 ) -> list[RecordedStep]:
-    """Runs waves of so many requests at once, half of them sampled with noise; answers every step."""
+    """Runs waves of so many requests at once, half of them sampled with noise; answers every step. A wave is submitted
+    before its first step is planned."""
     steps: list[RecordedStep] = []
     engine = NativeEngine(
         config, audit=True, record=lambda plan, result: steps.append(RecordedStep(plan, result))
     )
 
-    async def one(number: int) -> None:
+    def submit(number: int) -> None:
         prompt = tuple((number * 31 + i * 7) % 230 + 20 for i in range(prompt_tokens + number % 5))
         temperature = 0.0 if number % 2 else 0.9
         sampling = SamplingParams(
             max_tokens=new_tokens, temperature=temperature, seed=number, logprobs=5, ignore_eos=True
         )
         engine.submit(GenerateRequest(str(number), prompt, sampling))
+
+    async def follow(number: int) -> None:
         async for _ in engine.stream(str(number)):
             pass
 
     async def waves() -> None:
         first = 0
         for size in batches:
-            await asyncio.gather(*(one(n) for n in range(first, first + size)))
+            with engine._changed:
+                for number in range(first, first + size):
+                    submit(number)
+            await asyncio.gather(*(follow(n) for n in range(first, first + size)))
             first += size
 
     try:

@@ -41,7 +41,7 @@ def check_exact(config: WorkerConfig, shares: tuple[tuple[float, str, bool], ...
     host = ModelRunner(replace(config, experts="paged")).pager.host  # type: ignore[union-attr]
     size, every = host.place_bytes, len(host.layers) * host.num_experts
     config = replace(config, arena_bytes=size * every + config.arena_bytes)
-    steps = record_steps(with_places(config, size, int(0.31 * every)), BATCHES, prompt_tokens=6, new_tokens=5)
+    steps = record_steps(with_places(config, size, int(0.31 * every)), BATCHES, prompt_tokens=9, new_tokens=5)
     assert {step.plan.num_rows for step in steps} >= set(BATCHES)
     want = replay(ModelRunner(config, table_experts), steps, config.arena_bytes, graphs=False)
     assert same_results(want, [step.result for step in steps]), "as it was recorded"
@@ -57,19 +57,19 @@ def check_exact(config: WorkerConfig, shares: tuple[tuple[float, str, bool], ...
         runner.close()
 
 
-@pytest.mark.parametrize(("format", "layers"), [("fp8", 12), ("int4", 3), ("bf16", 2)])
+@pytest.mark.parametrize(("format", "layers"), [("fp8", 12), ("int4", 2)])
 def test_paged_equals_resident_at_the_size_of_a_30b_model(format: str, layers: int) -> None:
     config = WorkerConfig(
         model=str(cut_folder("qwen3-30b-a3b", format, layers)), device="cuda", dtype="bfloat16", load="random",
         max_running=64, max_model_len=512, max_step_tokens=1024, prefix_cache=False, arena_bytes=1 << 30,
     )  # fmt: skip
-    check_exact(config, ((0.1, "tee", False), (0.72, "gather", True), (1.0, "tee", True)))
+    check_exact(config, ((0.1, "tee", False), (0.72, "gather", True)))
 
 
 def test_the_demonstration_model_is_exact_at_every_share() -> None:
     config = WorkerConfig(
         model=str(shape_folder("demo", "bf16")), device="cuda", dtype="bfloat16", max_running=64, max_model_len=512,
-        prefix_cache=False, arena_bytes=1 << 28,
+        max_step_tokens=1024, prefix_cache=False, arena_bytes=1 << 28,
     )  # fmt: skip
     check_exact(
         config, ((0.1, "gather", False), (0.31, "tee", False), (0.72, "tee", True), (1.0, "gather", True))

@@ -33,6 +33,8 @@ from worker.scheduling.step import StepPlan, StepResult
 
 COPY_BYTES = 4 << 30
 STEP_BYTES = 8 << 30
+ARENA_SHARE = 0.92
+"""Of what weights and steps leave of a GPU, an arena may take so much."""
 FIRST_TOKEN_ID = 1000
 MOST_DECODED = 256
 """Rows of the largest decode step that is measured."""
@@ -224,7 +226,8 @@ def arena_for(geometry: ModelGeometry, requests: int, tokens: int) -> int:
 def free_beside(geometry: ModelGeometry, format: WeightFormat) -> int:
     """Bytes of the GPU that are left for an arena beside a model's weights and its steps."""
     weights = geometry.dense_held_bytes(find_format("bf16")) + geometry.all_experts_bytes(format)
-    return torch.cuda.get_device_properties(0).total_memory - weights - STEP_BYTES
+    left = torch.cuda.get_device_properties(0).total_memory - weights - STEP_BYTES
+    return int(ARENA_SHARE * left)
 
 
 def open_bench(

@@ -13,7 +13,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from worker.errors import ConfigError
 from worker.quantization.base import Format
 from worker.quantization.choose import find_format
 
@@ -60,10 +61,13 @@ def quantization_config(name: str, symmetric: bool = False) -> dict[str, Any]:
 
 
 def convert(source: Path, target: Path, name: str, symmetric: bool = False) -> Path:
-    """Writes ``target`` (made if absent) in the format ``name``; answers it. FileNotFoundError without safetensors."""
+    """Writes ``target`` (made if absent) in the format ``name``; answers it. FileNotFoundError without safetensors;
+    ConfigError where the weights are quantised already, or would be written over."""
     shards = sorted(source.glob("*.safetensors"))
     if not shards:
         raise FileNotFoundError(f"{source} holds no *.safetensors file")
+    raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    _expect_plain(source, target, raw)
     settings = quantization_config(name, symmetric)
     target.mkdir(parents=True, exist_ok=True)
     format = find_format(settings)
@@ -76,7 +80,6 @@ def convert(source: Path, target: Path, name: str, symmetric: bool = False) -> P
     if len(shards) > 1:
         index = {"metadata": {}, "weight_map": places}
         (target / _INDEX).write_text(json.dumps(index), encoding="utf-8")
-    raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
     raw["quantization_config"] = settings
     (target / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
     for path in source.iterdir():
@@ -88,6 +91,18 @@ def convert(source: Path, target: Path, name: str, symmetric: bool = False) -> P
         ):
             shutil.copyfile(path, target / path.name)
     return target
+
+
+def _expect_plain(source: Path, target: Path, raw: Mapping[str, Any]) -> None:
+    found = raw.get("quantization_config") or (raw.get("text_config") or {}).get("quantization_config")
+    problems = []
+    if found:
+        method = found.get("quant_method")
+        problems.append(f"{source} is quantised already ({method}): its codes would be taken for weights")
+    if target.resolve() == source.resolve():
+        problems.append(f"{target} is the source: its weights would be lost; name another folder")
+    if problems:
+        raise ConfigError(problems)
 
 
 def _converted(file: Any, format: Format) -> Iterator[tuple[str, torch.Tensor]]:
@@ -132,7 +147,7 @@ def _quantizes(format: Format, linear: str, weight: torch.Tensor) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; 2 for a folder without weights."""
+    """The command line; 2 for a folder that cannot be converted."""
     parser = argparse.ArgumentParser(prog="python -m worker.quantization.convert", description=__doc__)
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path)
@@ -141,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         convert(options.source, options.target, options.format, options.symmetric)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, ConfigError) as error:
         print(error, file=sys.stderr)
         return 2
     return 0

@@ -19,7 +19,7 @@ from worker.config import WorkerConfig
 from worker.errors import ModelLoadError
 from worker.execution.loading import load_model
 from worker.execution.runner import ModelRunner
-from worker.quantization.convert import convert
+from worker.quantization.convert import convert, main
 
 PROMPT = list(range(20, 60))
 
@@ -61,6 +61,21 @@ def test_no_index_names_tensors_that_are_not_there_any_more(tmp_path: Path) -> N
     target = convert(source, tmp_path / "target", "mxfp4")
     assert not (target / "model.safetensors.index.json").exists()
     assert (target / "tokenizer.json").exists()
+
+
+def test_a_source_is_not_written_over_and_codes_are_not_taken_for_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(tiny_folder("qwen3_moe"), source)
+    before = (source / "model.safetensors").read_bytes()
+    assert main([str(source), str(tmp_path / "x" / ".." / "source"), "--format", "mxfp4"]) == 2
+    assert "its weights would be lost" in capsys.readouterr().err
+    assert (source / "model.safetensors").read_bytes() == before
+    convert(source, tmp_path / "fp8", "fp8_block")
+    assert main([str(tmp_path / "fp8"), str(tmp_path / "int4"), "--format", "int4"]) == 2
+    assert "quantised already (fp8)" in capsys.readouterr().err
+    assert not (tmp_path / "int4").exists()
 
 
 def test_dense_projections_are_what_was_stored() -> None:

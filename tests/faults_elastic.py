@@ -111,8 +111,8 @@ FAULTS = [
     Fault(
         "passes: the ring is given back while it is read",
         "worker.scheduling.passes",
-        old="        self._ring = self._take_ring()\n        return self._ring\n",
-        new="        ring = self._take_ring()\n        if ring is not None:\n"
+        old="        self._ring = self._take_ring(num_tokens)\n        return self._ring\n",
+        new="        ring = self._take_ring(num_tokens)\n        if ring is not None:\n"
         "            self._ledger.return_ring(ring)\n        return ring\n",
         tests=(f"{PASSES}::test_prompts_that_wait_share_a_pass_and_streams_go_on_beside_it",),
     ),

@@ -17,6 +17,7 @@ from benchmarks.elasticity.routing import ImposedRouting, Routing, impose
 from benchmarks.elasticity.stalls import StepFacts
 from memory.device.residency import Lane
 from memory.ledger.ledger import ArenaLedger
+from memory.ledger.market import MarketDecision
 from worker.config import WorkerConfig
 from worker.engines.native import NativeEngine
 from worker.execution.runner import LaunchedPass, LaunchedStep, ModelRunner
@@ -204,6 +205,7 @@ class Stage:
         assert isinstance(ledger, ArenaLedger)
         self.pager.limit_places(per_layer * self.num_layers)
         ledger._layout.floor_places = per_layer * self.num_layers
+        ledger.follow(MarketDecision())  # what the market thought last holds no longer
         self._experts._trades = False
         self.recorder._keep = False
 

@@ -40,6 +40,8 @@ class PassRing:
             self._fill(row)
 
     def _fill(self, row: int) -> None:
+        if not self._halves[row % 2]:
+            return
         side = self._side
         if side is not None:
             side.wait_stream(torch.cuda.current_stream(side.device))
@@ -56,8 +58,7 @@ class PassRing:
         rank = missing.cumsum(0) - 1
         copied = missing & (rank < len(half))
         targets = torch.where(copied, residency.address_of(half.start + rank), 0)
-        if len(half):
-            copy_blocks(residency.host_address[row], targets, self._block_bytes[row])
+        copy_blocks(residency.host_address[row], targets, self._block_bytes[row])
         self._held[row % 2] = targets
         residency.counts[Lane.STAGED, row] += copied.sum()
 

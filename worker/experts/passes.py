@@ -22,6 +22,9 @@ ACTIVATION_BYTES = 2 << 30
 
 
 WINDOW_SHARE = 1 / 16
+"""Of the arena, at most, for the window entries of a pass."""
+RING_DRAWS = 8
+"""Choices per expert: at 8 from 128 a ring is worth its places from 128 tokens on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,12 @@ class PassFacts:
     def missing(self) -> int:
         """Experts that a pass must bring."""
         return max(0, self.num_layers * self.num_experts - self.resident_places)
+
+    @property
+    def ring_tokens(self) -> int:
+        """Least tokens of a pass with a ring, which brings all experts of a layer: so many of a text take nearly all, a
+        shorter one's are mostly resident."""
+        return ceil(RING_DRAWS * self.num_experts / self.experts_per_token)
 
     @property
     def token_flops(self) -> float:
@@ -104,7 +113,7 @@ def plan_passes(
     tokens = max(0, asked)
     if asked == 0 and largest and facts.missing:
         tokens = min(priced, most, max(64, largest)) // 64 * 64
-    ring = RingRule(facts.num_layers, facts.num_experts)
+    ring = RingRule(facts.num_layers, facts.num_experts, facts.ring_tokens)
     what = f"prefill passes of up to {tokens} tokens" if tokens else "prompts in steps"
     return PassSize(
         tokens,

@@ -13,10 +13,12 @@ MIXED_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class RingRule:
-    """How large the ring of a prefill pass is: what two of ``num_layers`` layers of ``num_experts`` lack."""
+    """How large the ring of a prefill pass is: what two of ``num_layers`` layers of ``num_experts`` lack. A pass of
+    fewer than ``least_tokens`` has none: it takes so few of a layer's experts that it reads those where they are."""
 
     num_layers: int
     num_experts: int
+    least_tokens: int = 0
 
     def places(self, num_resident: int) -> int:
         """Places of a ring while so many experts are resident; 0 where none is missing."""

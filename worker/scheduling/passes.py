@@ -39,13 +39,13 @@ class PassKeeper:
         """Whether a pass is in flight."""
         return bool(self._pins)
 
-    def open(self, slots: IntArray) -> PlaceRange | None:
+    def open(self, slots: IntArray, num_tokens: int) -> PlaceRange | None:
         """A pass of these rows is being planned, in the open step; answers its ring."""
         if self.is_open:
             raise RuntimeError("a prefill pass is in flight already")
         self._rows.held[slots] = True
         self._pins = [self._ledger.pin(int(number)) for number in self._rows.requests[slots]]
-        self._ring = self._take_ring()
+        self._ring = self._take_ring(num_tokens)
         return self._ring
 
     def close(self, plan: StepPlan) -> None:
@@ -58,9 +58,9 @@ class PassKeeper:
             self._ledger.return_ring(self._ring)
         self._ring = None
 
-    def _take_ring(self) -> PlaceRange | None:
-        ledger = self._ledger
-        if not isinstance(ledger, ArenaLedger) or self._rule is None:
+    def _take_ring(self, num_tokens: int) -> PlaceRange | None:
+        ledger, rule = self._ledger, self._rule
+        if not isinstance(ledger, ArenaLedger) or rule is None or num_tokens < rule.least_tokens:
             return None
         place_bytes = max(
             (s.page_bytes for s in ledger.specs.values() if s.kind is PageKind.EXPERT), default=0
@@ -69,7 +69,7 @@ class PassKeeper:
             return None
         most = int(RING_SHARE * ledger.headroom().gap_bytes / place_bytes)
         resident = min(self.num_resident, ledger.num_usable_places)
-        num_places = min(self._rule.places(resident), most) // 2 * 2  # two halves
+        num_places = min(rule.places(resident), most) // 2 * 2  # two halves
         while num_places >= LEAST_RING_PLACES:
             ring = ledger.take_ring(num_places)
             if ring is not None:

@@ -210,7 +210,7 @@ class Scheduler:
         """The chunks as a pass of their own; decode rows go on with the steps behind it."""
         plan = self._builder.build(step, np.zeros(0, dtype=np.int64), chunks, fresh)
         self.statistics.prompt_cost.begin_pass()
-        return replace(plan, staged=True, ring=self._passes.open(plan.slots))
+        return replace(plan, staged=True, ring=self._passes.open(plan.slots, plan.num_tokens))
 
     def _stays(self, slot: int) -> bool:
         return bool(self.rows.requests[slot] >= 0 and not self.rows.leaving[slot])

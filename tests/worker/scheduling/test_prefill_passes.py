@@ -120,6 +120,15 @@ def test_rings_are_two_layers_of_what_is_missing() -> None:
     assert next(plan.ring for plan in desk.runner.plans[::-1] if plan.staged) is None
 
 
+def test_a_short_pass_takes_no_places_from_the_experts() -> None:
+    desk = desk_of(ring=RingRule(num_layers=2, num_experts=16, least_tokens=64), prefix_cache=False)
+    for number, length in enumerate((63, 64)):
+        desk.ask(f"p{number}", prompt(number, length), max_tokens=2)
+        desk.finish()
+    passes = [plan for plan in desk.runner.plans if plan.staged]
+    assert [plan.ring is not None for plan in passes] == [False, True]
+
+
 def test_pages_of_a_pass_stay_where_they_are() -> None:
     """Streams end while a pass is under way: the holes they leave are filled, but not with its pages."""
     desk = desk_of(arena_bytes=1 << 16, prefix_cache=False)

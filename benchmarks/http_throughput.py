@@ -263,7 +263,9 @@ def main() -> None:
     )
     goodput = f"goodput: first token within {options.ttft_slo} s, {options.tpot_slo} s per token behind it"
     if rows:
-        publish(Report("http_throughput", conditions, tuple(rows), (goodput, *failures)), options.json)
+        publish(
+            Report("http_throughput", conditions, tuple(rows), (goodput, *failures), named=True), options.json
+        )
     if failures:
         raise SystemExit("; ".join(failures))
 

@@ -145,5 +145,5 @@ class Run:
             if not table.rows:
                 continue
             notes = (self.rates.note, *table.notes, *self.failures)
-            report = Report(table.name, table.conditions(models), tuple(table.rows), notes)
+            report = Report(table.name, table.conditions(models), tuple(table.rows), notes, named=True)
             publish(report, None if self.folder is None else self.folder / f"{table.name}.json")

@@ -237,7 +237,7 @@ def report(
             f"{row['case']}: mixed steps allow about {mixed:,.0f} output tokens/s, prompts in steps of their own"
             f" {apart:,.0f}"
         )
-    return Report("offline_throughput", conditions, tuple(rows), tuple(notes))
+    return Report("offline_throughput", conditions, tuple(rows), tuple(notes), named=True)
 
 
 if __name__ == "__main__":

@@ -97,13 +97,15 @@ class Report:
     """One table. ``rows`` are figures by column name, all rows with the same columns; ``notes`` are sentences.
 
     Several rows are told apart by their first column, which then names their figures: ``<first>.<column>``. A row
-    called ``all`` sums the others up; its figures have the plain names.
+    called ``all`` sums the others up; its figures have the plain names, and so have those of a single row, unless rows
+    are ``named``.
     """
 
     name: str
     conditions: Conditions
     rows: tuple[Mapping[str, Value], ...]
     notes: tuple[str, ...] = ()
+    named: bool = False
 
     def __post_init__(self) -> None:
         if not self.rows:
@@ -130,7 +132,7 @@ class Report:
         found: dict[str, float] = {}
         label = next(iter(self.rows[0]))
         for row in self.rows:
-            plain = len(self.rows) == 1 or row[label] == "all"
+            plain = (len(self.rows) == 1 and not self.named) or row[label] == "all"
             prefix = "" if plain else f"{row[label]}."
             for name, value in row.items():
                 if isinstance(value, str) or value is None or (name == label and len(self.rows) > 1):

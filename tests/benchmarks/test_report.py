@@ -45,6 +45,12 @@ def test_a_report_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureF
     assert written["written"].endswith("+00:00")
 
 
+def test_a_single_row_has_plain_names_unless_rows_are_named() -> None:
+    row = {"case": "m.bf16.n64", "share": 0.5}
+    assert Report("offline", CONDITIONS, (row,)).figures() == {"share": 0.5}
+    assert Report("offline", CONDITIONS, (row,), named=True).figures() == {"m.bf16.n64.share": 0.5}
+
+
 def test_conditions_must_all_be_said() -> None:
     with pytest.raises(ValueError, match="weights"):
         replace(CONDITIONS, weights=" ")

@@ -234,7 +234,7 @@ def main() -> None:
     parser.add_argument("--transports", nargs="+", default=list(SUFFIXES), choices=list(SUFFIXES))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--concurrency", type=int, default=64)
-    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--prompt", type=int, default=1024)
     parser.add_argument("--output", type=int, default=256)
     parser.add_argument("--step-tokens", type=int, default=2048)

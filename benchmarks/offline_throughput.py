@@ -176,7 +176,7 @@ def main() -> None:
     parser = report_parser(__doc__)
     parser.add_argument("--models", nargs="+", default=["qwen3.5-4b.bf16"], help="MODEL.FORMAT")
     parser.add_argument("--concurrency", type=int, default=64)
-    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--prompt", type=int, default=1024)
     parser.add_argument("--output", type=int, default=256)
     parser.add_argument("--step-tokens", type=int, default=2048)

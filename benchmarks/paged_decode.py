@@ -35,16 +35,16 @@ from benchmarks.shapes import DEMO, shape_geometry
 from memory.device.residency import Lane
 from worker.advise.formats import find_format
 
-TIMED_STEPS = {1: 32, 4: 14, 16: 7, 64: 5}
+TIMED_STEPS = {1: 32, 4: 12, 16: 6, 64: 4}
 """By batch: long steps need fewer."""
-WARM_STEPS = {1: 80, 4: 32, 16: 10, 64: 4}
+WARM_STEPS = {1: 64, 4: 24, 16: 8, 64: 3}
 """Of calibrated routing, so that the places hold what it uses; random routing has nothing to learn."""
 TRACE_LENGTHS = {1: 192, 4: 128, 16: 48, 64: 24}
 """Steps until a trace repeats itself."""
 FILLING_STEPS = 8
 SCAN_TOKENS, SCAN_DECODED = 32768, 100
 SCAN_ARENA_BYTES = 4 << 30
-OLD_WAYS_STEPS = 5
+OLD_WAYS_STEPS = 3
 COMPARED_PLACES = 40
 """K at which the old ways are compared, and prefill is."""
 CROWDED_PLACES, ROOMY_PLACES = 24, 92
@@ -257,6 +257,7 @@ def measure_paged(found: Measured, bench: Bench, is_first: bool) -> None:
         + ", ".join(f"{n:.0f} experts at {n * size / s / 1e9:.1f} GB/s" for n, s in curve.points)
     )
     most = max(plan.batches)
+    bench.set_places(every)
     bench.run(trace_of(RANDOM, bench.model, most), FILLING_STEPS)  # every expert finds a place
     eager = bench.eager_steps()
     for places in (every, *sorted(plan.places, reverse=True)):
@@ -285,9 +286,9 @@ def settings_for(plan: Plan, expert_bytes: int, scans: bool) -> dict[str, object
     }
 
 
-def measure_format(format: str, plan: Plan, model: str, layers: int, is_first: bool) -> Measured:
+def measure_format(found: Measured, model: str, layers: int, is_first: bool) -> None:
     """All rows of a weight format: one engine with resident experts, one with paged ones."""
-    found = Measured(format, plan)
+    format, plan = found.format, found.plan
     folder = cut_folder(model, format, layers)
     resident = {**settings_for(plan, 0, scans=False), "host_store": "private"}
     bench = open_bench(folder, "resident", plan.batches, resident)
@@ -322,13 +323,12 @@ def measure_format(format: str, plan: Plan, model: str, layers: int, is_first: b
         "four_domains_k92_over_one_stream": found.ratio("k92.domains.b4", "k92.calibrated.b1"),
         "four_domains_k24_over_in_place": found.ratio("k24.domains.b4", "k24.in_place.b4"),
     }
-    return found
 
 
 def report(all_found: Sequence[Measured], conditions: Conditions) -> Report:
     """One table: every case, and a row of what was found besides, of the first format."""
     summary: Row = {"case": "all", **all_found[0].summary}
-    eager = [found.summary["graph.eager_decode_steps"] for found in all_found]
+    eager = [found.summary.get("graph.eager_decode_steps") for found in all_found]
     summary["graph.eager_decode_steps"] = sum(value for value in eager if isinstance(value, float))
     columns = (*COLUMNS, *(name for name in summary if name not in COLUMNS))
     rows = [*(row for found in all_found for row in found.rows), summary]
@@ -378,10 +378,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         tuple(options.places), tuple(options.batches), tuple(options.routings), settings,
         copy_bytes_per_s() if on_gpu else 10e9, options.scan_tokens, on_gpu,
     )  # fmt: skip
-    found = [
-        measure_format(format, plan, options.model, options.layers, number == 0)
-        for number, format in enumerate(options.formats)
-    ]
+    found: list[Measured] = []
+    try:
+        for number, format in enumerate(options.formats):
+            found.append(Measured(format, plan))
+            measure_format(found[-1], options.model, options.layers, is_first=number == 0)
+    except KeyboardInterrupt:
+        found[-1].notes.append("interrupted: cases are missing")
     found[0].notes.insert(0, f"memory: {plan.memory_rate / 1e12:.2f} TB/s read and written")
     publish(report(found, conditions_of(options)), options.json)
 

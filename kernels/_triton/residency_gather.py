@@ -9,8 +9,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels._triton.overlap import overlaps
 
-PROGRAMS_PER_PROCESSOR, WORDS = 2, 1024
-"""Two programs per multiprocessor fill the link, and where nothing is missing they end at once."""
+PROGRAMS_PER_PROCESSOR, WORDS = 3, 2048
+"""So many programs have a whole expert of several megabytes under way at once; where nothing is missing they end."""
 LINE_BYTES: tl.constexpr = tl.constexpr(128)
 
 

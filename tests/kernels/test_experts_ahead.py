@@ -20,8 +20,11 @@ EXPERTS, PER_TOKEN = 5, 3
 
 @pytest.mark.parametrize(
     ("format", "size_of", "tokens"),
-    [(Unquantized("float32"), 32, 1), (Unquantized("float32"), 32, 2), (Fp8Block(), 128, 1)],
-    ids=["dense-1", "dense-2", "fp8-1"],
+    [
+        pytest.param(Unquantized("float32"), 32, 1, id="dense-1"),
+        pytest.param(Unquantized("float32"), 32, 2, id="dense-2"),
+        pytest.param(Fp8Block(), 128, 1, id="fp8-1", marks=pytest.mark.gpu),
+    ],
 )
 def test_what_is_brought_ahead_is_read_where_it_comes_to_lie(
     format: Unquantized | Fp8Block, size_of: int, tokens: int

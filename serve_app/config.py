@@ -27,6 +27,7 @@ from pydantic import (
 )
 
 from serve_app.policies.autoscaling import ScalingRules
+from worker.byte_sizes import parse_bytes
 from worker.config import WorkerConfig
 from worker.errors import ConfigError
 
@@ -141,6 +142,7 @@ class AppArgs(BaseModel):
         known = option_names()
         problems = [unknown_name(name, known, "option") for name in given if name not in known]
         options = {**from_environment(os.environ), **given}
+        problems += _read_sizes(options)
         values = {name: options.pop(name) for name in _WORKER_NAMES if name in options}
         try:
             options["worker"] = _WORKER.validate_python({"model": "", **values})
@@ -228,6 +230,19 @@ _WORKER_NAMES = tuple(entry.name for entry in fields(WorkerConfig) if entry.name
 def option_names() -> list[str]:
     """Every option: this service's own, then the workers'."""
     return [*(name for name in AppArgs.model_fields if name != "worker"), *_WORKER_NAMES]
+
+
+def _read_sizes(options: dict[str, Any]) -> list[str]:
+    """Turns sizes that are written (``24GB``) into numbers, in place; answers what is none, and takes it out."""
+    problems = []
+    for name, value in list(options.items()):
+        if name.endswith("_bytes") and isinstance(value, str):
+            try:
+                options[name] = parse_bytes(value)
+            except ValueError as error:
+                del options[name]
+                problems.append(f"{name}: {error}")
+    return problems
 
 
 def from_environment(environment: Mapping[str, str]) -> dict[str, str]:

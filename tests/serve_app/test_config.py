@@ -22,6 +22,17 @@ def test_strings_from_a_command_line_become_values() -> None:
     assert (args.replicas, args.worker.deterministic, args.worker.split_ratio) == (2, True, 0.25)
 
 
+def test_sizes_may_be_written_with_units() -> None:
+    sizes = {"arena_bytes": "1.5 GiB", "host_tier_bytes": "2e9", "max_body_bytes": "5MB"}
+    args = AppArgs.model_validate({"engine": "fake", **sizes})
+    assert (args.worker.arena_bytes, args.worker.host_tier_bytes) == (3 << 29, 2_000_000_000)
+    assert args.max_body_bytes == 5_000_000
+    with pytest.raises(
+        ValidationError, match="expert_bytes: '4 pages' is no number of bytes: write 24e9, 24GB"
+    ):
+        AppArgs.model_validate({"engine": "fake", "experts": "paged", "expert_bytes": "4 pages"})
+
+
 def test_every_option_of_a_worker_is_an_option_here_with_the_same_default() -> None:
     assert {entry.name for entry in fields(WorkerConfig)} <= set(option_names())
     assert AppArgs(engine="fake").worker == WorkerConfig(model="", engine="fake")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -17,22 +16,12 @@ from worker.advise.named import find_geometry
 from worker.advise.plan import RUNTIME_BYTES, Machine, Plan, Workload, make_plan
 from worker.advise.sizing import sizing_page
 from worker.advise.words import bullets, implied_sentences, report
+from worker.byte_sizes import parse_bytes
 from worker.errors import HeadroomError
 from worker.registry import Registry
 
 # By name and loaded on demand: measuring needs torch, advice does not.
 _PROBES = Registry("probe", "measure", {"machine": "worker.probe:measure_machine"})
-_UNITS = {
-    "": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
 
 
 class MeasuredMachine(Protocol):
@@ -52,15 +41,11 @@ class MeasuredMachine(Protocol):
     def lines(self) -> tuple[str, ...]: ...
 
 
-def parse_bytes(text: str) -> int:
-    """Bytes of ``24e9``, ``24GB`` or ``24GiB``; ArgumentTypeError for anything else."""
-    found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([a-z]*)\s*", text.lower())
-    if found is None or found[2] not in _UNITS:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes: write 24e9, 24GB or 24GiB")
+def _bytes(text: str) -> int:
     try:
-        return round(float(found[1]) * _UNITS[found[2]])
-    except (ValueError, OverflowError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes") from error
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _positive(text: str) -> int:
@@ -96,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
         help="a checkpoint's folder, a config.json, or a shipped name such as qwen3-30b-a3b",
     )
     add("--format", choices=[entry.name for entry in FORMATS], help="of the weights; else the checkpoint's")
-    add("--gpu-bytes", type=parse_bytes, help="memory of the GPU (else measured, or 24GB)")
+    add("--gpu-bytes", type=_bytes, help="memory of the GPU (else measured, or 24GB)")
     add("--link-gbps", type=_rate, help="host to GPU, 1e9 bytes a second (else measured, or 25)")
     add(
         "--memory-gbps",
@@ -105,10 +90,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--host-bytes",
-        type=parse_bytes,
+        type=_bytes,
         help="memory of the host that can be pinned (else measured, or 64GB)",
     )
-    add("--runtime-bytes", type=parse_bytes, default=RUNTIME_BYTES, help="of the GPU, for all else")
+    add("--runtime-bytes", type=_bytes, default=RUNTIME_BYTES, help="of the GPU, for all else")
     add("--concurrency", type=_positive, default=4, help="requests that decode together")
     add("--context", type=_positive, default=8192, help="tokens of each request")
     add("--kv-dtype", choices=list(KV_DTYPES), default="bf16")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.tiny import tiny_folder
-from worker.advise.__main__ import main, parse_bytes
+from worker.advise.__main__ import main
 from worker.advise.formats import find_format
 from worker.advise.named import find_geometry
 from worker.advise.plan import Machine, Plan, Workload, make_plan, prefill_link_bytes, resident_row
@@ -28,6 +28,7 @@ from worker.advise.words import (
     sized,
     table,
 )
+from worker.byte_sizes import parse_bytes
 from worker.config import WorkerConfig
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -222,7 +223,14 @@ def test_an_option_without_sense_is_named(
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"), [("24e9", 24 * 10**9), ("24GB", 24 * 10**9), ("1.5 GiB", 3 * 2**29), ("7", 7)]
+    ("text", "expected"),
+    [
+        ("24e9", 24 * 10**9),
+        ("24GB", 24 * 10**9),
+        ("1.5 GiB", 3 * 2**29),
+        ("7", 7),
+        ("9007199254740993", 2**53 + 1),
+    ],
 )
 def test_bytes_are_read_in_every_spelling(text: str, expected: int) -> None:
     assert parse_bytes(text) == expected

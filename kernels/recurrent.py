@@ -56,6 +56,7 @@ def chunk_layout(query_len: Sequence[int], conv_width: int, device: torch.device
         token_row=torch.arange(len(query_len)).repeat_interleave(lengths).to(device),
         query_start=query_start.to(device),
         chunk_index=chunk_index.to(device),
+        first_chunk=(torch.tensor(chunks).cumsum(0) - torch.tensor(chunks)).to(device),
     )
 
 
@@ -163,6 +164,7 @@ def delta_rule_chunks(
             state_pages,
             page,
             layout.query_start,
+            layout.first_chunk,
             layout.chunk_index,
         )
     if query.is_cuda:

@@ -32,6 +32,7 @@ class ChunkLayout:
         token_row: [tokens] int64, the row of each token.
         query_start: [rows + 1] int64, the first token of each row.
         chunk_index: [chunks, 2] int64, row and number inside the row of each chunk, row by row.
+        first_chunk: [rows] int64, place of each row's first chunk in it.
     """
 
     slot: torch.Tensor
@@ -43,6 +44,7 @@ class ChunkLayout:
     token_row: torch.Tensor
     query_start: torch.Tensor
     chunk_index: torch.Tensor
+    first_chunk: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +55,13 @@ class PaddedLayout:
         token_row: [padded tokens] int64, -1 for padding.
         query_start: [padded rows + 1] int64; rows behind the real ones are empty.
         chunk_index: [padded chunks, 2] int64; those behind the real ones lie past the end of row 0.
+        first_chunk: [padded rows] int64.
     """
 
     token_row: torch.Tensor
     query_start: torch.Tensor
     chunk_index: torch.Tensor
+    first_chunk: torch.Tensor
 
 
 def delta_gates(

@@ -1,13 +1,14 @@
-"""The gated delta rule over long rows by fla-core's chunked kernels, where that library is there and serves."""
+"""The gated delta rule over long rows: fla-core's kernels inside of chunks, our own from chunk to chunk."""
 
 from __future__ import annotations
 
+import math
 import os
 from functools import cache
 
 import torch
 
-from kernels._triton.recurrent import gather_states, scatter_states
+from kernels._triton.delta_carry import CHUNK, carry_states
 
 
 @cache
@@ -16,7 +17,9 @@ def problem() -> str | None:
     # The library's choice among further backends costs more of a step's time on the host than the launches themselves.
     os.environ.setdefault("FLA_DISABLE_BACKEND_DISPATCH", "1")
     try:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # noqa: F401
+        from fla.ops.common.chunk_o import chunk_fwd_o  # noqa: F401
+        from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra  # noqa: F401
+        from fla.ops.utils import chunk_local_cumsum  # noqa: F401
     except (
         Exception
     ) as error:  # its import compiles and probes: anything may go wrong, and none of it is fatal here
@@ -33,31 +36,28 @@ def delta_rule_chunks(
     state_pages: torch.Tensor,
     page: torch.Tensor,
     query_start: torch.Tensor,
+    first_chunk: torch.Tensor,
     chunk_index: torch.Tensor,
 ) -> torch.Tensor:
     """See :func:`kernels.recurrent.delta_rule_chunks`; products in bfloat16, states and sums in float32, the answer in
     bfloat16.
 
     Args:
-        query_start: [rows + 1] int64. The library keeps what it makes of the last few such tensors, by identity: a new
-            one for every pass.
+        page: [rows] int64, -1 for padding; query_start: [rows + 1] int64.
+        first_chunk: [rows] int64, each row's first place in ``chunk_index``.
         chunk_index: [chunks, 2] int64, row and number of each chunk of 64 tokens. Given, so that the library does not
             make it, which waits for the device. Padding names chunks past a row's end.
     """
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    from fla.ops.common.chunk_o import chunk_fwd_o
+    from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
+    from fla.ops.utils import chunk_local_cumsum
 
-    state = gather_states(state_pages, page)
-    out, last = chunk_gated_delta_rule(
-        query.unsqueeze(0).to(torch.bfloat16),
-        key.unsqueeze(0).to(torch.bfloat16),
-        value.unsqueeze(0).to(torch.bfloat16),
-        log_decay.unsqueeze(0),
-        beta.unsqueeze(0),
-        scale=1.0,
-        initial_state=state,
-        output_final_state=True,
-        cu_seqlens=query_start,
-        chunk_indices=chunk_index,
+    cut = {"cu_seqlens": query_start, "chunk_indices": chunk_index, "chunk_size": CHUNK}
+    q, k, v = (x.to(torch.bfloat16).unsqueeze(0) for x in (query, key, value))
+    sums = chunk_local_cumsum(log_decay.unsqueeze(0), scale=1.0 / math.log(2.0), **cut)
+    removed, written, _ = chunk_gated_delta_rule_fwd_intra(k=k, v=v, g=sums, beta=beta.unsqueeze(0), **cut)
+    entering, values = carry_states(
+        k[0], written[0], removed[0], sums[0], state_pages, page, query_start, first_chunk, len(chunk_index)
     )
-    scatter_states(state_pages, page, last.to(state_pages.dtype))
+    out = chunk_fwd_o(q=q, k=k, v=values.unsqueeze(0), h=entering.unsqueeze(0), g=sums, scale=1.0, **cut)
     return out.squeeze(0)

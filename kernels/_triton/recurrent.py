@@ -13,7 +13,6 @@ import triton.language as tl
 _BLOCK_V = 32
 _CHANNELS = 256
 _CONV_TOKENS, _CONV_CHANNELS = 16, 128
-_STATE_BLOCK = 8192
 
 
 @triton.jit
@@ -301,47 +300,3 @@ def causal_conv_rows(
     )
     return out
 
-
-@triton.jit
-def _move_states(pages, rows, page, size, s_page, STORE: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    number = tl.load(page + row)
-    if number < 0:
-        return
-    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < size
-    if STORE:
-        tl.store(
-            pages + number * s_page + place, tl.load(rows + row * size + place, mask=inside), mask=inside
-        )
-    else:
-        tl.store(
-            rows + row * size + place, tl.load(pages + number * s_page + place, mask=inside), mask=inside
-        )
-
-
-def _move(state_pages: torch.Tensor, rows: torch.Tensor, page: torch.Tensor, store: bool) -> None:
-    if not state_pages[0].is_contiguous() or not rows.is_contiguous() or rows.dtype != state_pages.dtype:
-        raise ValueError("states must be contiguous below their page, and rows of the same dtype")
-    size = state_pages[0].numel()
-    _move_states[(page.shape[0], triton.cdiv(size, _STATE_BLOCK))](
-        state_pages, rows, page, size, state_pages.stride(0), STORE=store, BLOCK=_STATE_BLOCK, num_warps=8
-    )
-
-
-def gather_states(state_pages: torch.Tensor, page: torch.Tensor) -> torch.Tensor:
-    """``state_pages[page]``, [rows, ...] contiguous; rows with page -1 are padding and hold anything.
-
-    Args:
-        state_pages: [pages, ...] strided view, contiguous below the page; page: [rows] int64.
-    """
-    rows = torch.empty(
-        page.shape[0], *state_pages.shape[1:], dtype=state_pages.dtype, device=state_pages.device
-    )
-    _move(state_pages, rows, page, store=False)
-    return rows
-
-
-def scatter_states(state_pages: torch.Tensor, page: torch.Tensor, rows: torch.Tensor) -> None:
-    """``state_pages[page] = rows`` for rows whose page, distinct among them, is not -1."""
-    _move(state_pages, rows, page, store=True)

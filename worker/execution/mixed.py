@@ -195,6 +195,7 @@ class MixedSteps:
                 "state": (rows + chunks,),
                 "start": (chunks + 1,),
                 "token_row": (tokens,),
+                "first_chunk": (chunks,),
                 "chunk_index": (tokens // CHUNK_TOKENS + chunks, 2),
                 "sample": (self._num_sampled(key),),
             }
@@ -252,6 +253,7 @@ class MixedSteps:
         used = int(pieces.sum())
         index[:used, 0] = np.repeat(np.arange(count), pieces)
         index[:used, 1] = np.arange(used) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        parts["first_chunk"][:count] = np.cumsum(pieces) - pieces
 
     def _fill_states(
         self, plan: StepPlan, parts: dict[str, IntArray], row_place: IntArray, uploads: Uploads
@@ -322,7 +324,9 @@ class MixedSteps:
             groups[name] = TokenGroup(parts[f"{name} page"], parts[f"{name} offset"], *plans)
         state = None
         if self._state is not None:
-            layout = PaddedLayout(parts["token_row"], parts["start"], parts["chunk_index"])
+            layout = PaddedLayout(
+                parts["token_row"], parts["start"], parts["chunk_index"], parts["first_chunk"]
+            )
             state = StateGroup(parts["state"][:rows], parts["state"][rows:], layout, longest=tokens)
         return parts, ForwardContext(
             positions=parts["position"],

@@ -150,6 +150,7 @@ def check_states(ours: object, theirs: object, decode: int, rows: int, tokens: i
     assert (layout.query_start[count:] == total).all()
     pieces = len(wanted.chunk_index)
     assert torch.equal(layout.chunk_index[:pieces], wanted.chunk_index)
+    assert torch.equal(layout.first_chunk[:count], wanted.first_chunk)
     # Behind the real ones: past the end of the row they name.
     row, number = layout.chunk_index[pieces:].unbind(1)
     assert (number * 64 >= layout.query_start.diff()[row]).all()

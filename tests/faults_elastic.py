@@ -166,6 +166,15 @@ FAULTS = [
         tests=("tests/memory/test_market.py::test_misses_ask_for_no_places_while_some_are_free",),
     ),
     Fault(
+        "market: a lull costs the prefixes as fast as need does",
+        "memory.ledger.market",
+        old="urgency = min(1.0, self.prices.expert * held_bytes / URGENT_GAIN_MS)",
+        new="urgency = 1.0",
+        tests=(
+            "tests/memory/test_market.py::test_idle_prefixes_give_way_to_missing_experts_at_the_agreed_pace",
+        ),
+    ),
+    Fault(
         "market: time spent on prompts counts for nothing",
         "memory.ledger.market",
         old="prompts = max(staged, min(1.0, (prompt_s - old_prompt_s) / elapsed))",

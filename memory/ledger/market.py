@@ -32,6 +32,13 @@ FREE_SHARE = 1 / 16
 """While more of the places are free than this, as after the start or a burst, misses do not ask for more."""
 
 
+URGENT_PACE = 8.0
+"""Prefixes go up to so many times as fast while experts wait for them badly."""
+URGENT_GAIN_MS = 250.0
+"""Milliseconds a second that all kept prefixes' bytes would save as places: from here on the pace is the highest. A
+lull in which little is missed does not cost the prefixes, and chats behind a burst do not run with half their experts."""
+
+
 class Tilt(Enum):
     """Which way bytes flow between prefixes and expert places."""
 
@@ -119,7 +126,8 @@ class Market:
     """Keeps the smoothed prices and the direction of flow.
 
     Args:
-        bytes_per_s: how fast prefixes are let go at most while experts are worth more.
+        bytes_per_s: how fast prefixes are let go while experts are worth more; up to :data:`URGENT_PACE` times so fast
+            where that saves much.
         hysteresis: one side's price must be this many times the other's before bytes begin to flow; they stop when
             the prices meet.
         half_life_s: memory of the smoothing.
@@ -161,7 +169,7 @@ class Market:
             self._smooth(elapsed, experts, prefixes, running.prompt_s)
             self._last = (now_s, experts, prefixes, running.prompt_s)
             self._tilt = self._next_tilt()
-            self._credit_bytes += self._bytes_per_s * elapsed
+            self._credit_bytes += self._pace(prefixes.held_bytes) * elapsed
         missing = experts.num_experts - experts.num_places
         hold_new = missing > 0 and not self._pays(experts, running)
         if self._tilt is not Tilt.TO_EXPERTS or missing <= 0:
@@ -192,6 +200,10 @@ class Market:
         self._prices = Prices(
             old.expert * keep + now.expert * (1 - keep), old.prefix * keep + now.prefix * (1 - keep)
         )
+
+    def _pace(self, held_bytes: int) -> float:
+        urgency = min(1.0, self.prices.expert * held_bytes / URGENT_GAIN_MS)
+        return self._bytes_per_s * (1.0 + (URGENT_PACE - 1.0) * urgency)
 
     def _pays(self, experts: ExpertReading, running: RunningReading) -> bool:
         """Whether one more request brings more than it costs those that run."""

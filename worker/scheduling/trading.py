@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from memory.ledger.ledger import ArenaLedger
 from memory.ledger.market import ExpertReading, Market, MarketDecision, PrefixReading, RunningReading
 
-EVICTED_SHARE_PER_S = 0.15
-"""Prefixes give way to experts by at most this share of the arena a second: a burst's are gone within ten."""
+EVICTED_SHARE_PER_S = 0.05
+"""Prefixes give way to experts by this share of the arena a second, by up to eight times as much where experts wait
+badly: a burst's are gone within 3 to 30 seconds."""
 
 
 @dataclass(frozen=True, slots=True)

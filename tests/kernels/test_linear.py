@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from kernels._native import ops as native
-from kernels.linear import Linear
+from kernels.linear import Linear, aligned_rows
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.mark.usefixtures("twins")
@@ -33,3 +35,19 @@ def test_only_exact_weights_are_stored_short() -> None:
     assert native.pack_weight(weight).dtype == torch.bfloat16
     weight[3, 4] += 1e-4
     assert native.pack_weight(weight).dtype == torch.float32
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("biased", [False, True])
+def test_odd_numbers_of_rows_are_filled_up_and_cut_off(rows: int, biased: bool) -> None:
+    weight = torch.randn(13, 16, device=DEVICE).bfloat16()
+    bias = torch.randn(13, device=DEVICE).bfloat16() if biased else None
+    wide, wide_bias = aligned_rows(weight, bias)
+    assert wide.shape == (16, 16)
+    x = torch.randn(rows, 16, device=DEVICE).bfloat16()
+    filled = torch.nn.functional.linear(x, wide, wide_bias)
+    assert not filled[:, 13:].any()
+    found = Linear(weight, bias)(x)
+    assert found.shape == (rows, 13)
+    torch.testing.assert_close(found, filled[:, :13], rtol=2e-2, atol=2e-2)
+    assert aligned_rows(wide, wide_bias)[0] is wide

@@ -36,7 +36,7 @@ URGENT_PACE = 8.0
 """Prefixes go up to so many times as fast while experts wait for them badly."""
 URGENT_GAIN_MS = 250.0
 """Milliseconds a second that all kept prefixes' bytes would save as places: from here on the pace is the highest. A
-lull in which little is missed does not cost the prefixes, and chats behind a burst do not run with half their experts."""
+lull in which little is missed does not cost the prefixes; chats behind a burst do not run with half their experts."""
 
 
 class Tilt(Enum):

@@ -41,15 +41,15 @@ def test_price_is_milliseconds_per_byte_and_second() -> None:
 
 @pytest.mark.parametrize(
     # All bytes of the prefixes as places would save 1.5 x misses / 5,144 / 0.01 s x 0.1 ms x 2,147 places.
-    ("misses", "pace"),
-    [(1000, 8.0), (20, 1.0 + 7 * 1.5 * 20 / 5144 / 0.01 * 0.1 * 10 * GIB / PLACE / 250), (1, 1.0)],
+    ("misses", "gain_ms"),
+    [(1000, 250.0), (20, 20 * 6.26), (1, 6.26)],
 )
-def test_idle_prefixes_give_way_to_missing_experts_at_the_agreed_pace(misses: int, pace: float) -> None:
+def test_idle_prefixes_give_way_to_missing_experts_at_the_agreed_pace(misses: int, gain_ms: float) -> None:
     market = Market(bytes_per_s=4e9)
     market.step(0.0, experts(), prefixes())
     decision = market.step(0.01, experts(misses=misses), prefixes())
     assert decision.tilt is Tilt.TO_EXPERTS
-    assert decision.evict_bytes == pytest.approx(pace * 4e7, rel=0.1)
+    assert decision.evict_bytes == pytest.approx((1 + 7 * gain_ms / 250) * 4e7, rel=0.01)
     assert market.step(0.01, experts(misses=misses), prefixes()).evict_bytes == 0  # no time has passed
 
 

@@ -78,10 +78,10 @@ FAULTS = [
         tests=(MIXED,),
     ),
     Fault(
-        "mixed steps: more rows than a size provides for",
+        "mixed steps: more chunks than a size provides for",
         "worker.execution.mixed",
-        old="if self.chunk_rows(tokens) >= chunks]",
-        new="]",
+        old=" and self.num_chunks(tokens) >= chunks",
+        new="",
         tests=(SINGLE,),
     ),
     Fault(

@@ -33,9 +33,9 @@ BESIDE = (64, 192, 320, 448, 704, 960, 1472, 1984)
 """Padded numbers of chunk tokens, of steps without decode rows and beside them: with 64 rows whole tiles of products.
 Above the last ones the device is busy for longer than the host launches."""
 MANY_ROWS = 64
-"""Up to so many tokens any number of rows may bring them; above, rows that are not there cost time as well, where rows
-have recurrent states."""
-TOKENS_PER_ROW, LEAST_ROWS = 128, 8
+"""Up to so many tokens any number of rows may bring them: linear attention takes them one by one."""
+SPARE_CHUNKS = 4
+"""Above, it takes chunks of 64, and those that are not there cost as much as others: so many beside whole ones."""
 FIRST_BOUND = 16384
 TOKEN_FIELDS = ("token", "slot", "position", "live")
 MixedKey = tuple[int, int, int]
@@ -87,7 +87,12 @@ class MixedSizes:
         """Most rows that may bring so many chunk tokens."""
         if tokens <= MANY_ROWS or not self.recurrent:
             return min(self.max_running, tokens)
-        return min(self.max_running, max(LEAST_ROWS, tokens // TOKENS_PER_ROW))
+        return min(self.max_running, tokens // CHUNK_TOKENS + SPARE_CHUNKS)
+
+    def num_chunks(self, tokens: int) -> int:
+        """Most chunks of linear attention that they may make."""
+        whole = tokens // CHUNK_TOKENS
+        return whole + (SPARE_CHUNKS if tokens > MANY_ROWS and self.recurrent else self.chunk_rows(tokens))
 
     @property
     def keys(self) -> list[MixedKey]:
@@ -102,12 +107,15 @@ class MixedSizes:
     def find(self, plan: StepPlan) -> MixedKey | None:
         """The key that a plan with chunks fits; None where it is larger than all."""
         decode = plan.num_decode_rows
-        chunk_tokens, chunks = plan.num_tokens - decode, plan.num_rows - decode
+        lengths = plan.query_len[decode:]
+        if not len(lengths):
+            return None
+        total, chunks = int(lengths.sum()), int((-(-lengths // CHUNK_TOKENS)).sum())
         rows = self.rows[bisect_left(self.rows, decode)]
-        sizes = self.tokens(rows)
-        place = bisect_left(sizes, chunk_tokens)
-        fitting = [tokens for tokens in sizes[place:] if self.chunk_rows(tokens) >= chunks]
-        if not fitting or not chunks:
+        fitting = [
+            tokens for tokens in self.tokens(rows) if tokens >= total and self.num_chunks(tokens) >= chunks
+        ]
+        if not fitting:
             return None
         longest = int((plan.num_computed + plan.query_len).max())
         return rows, fitting[0], self.bounds[bisect_left(self.bounds, longest)]
@@ -196,7 +204,7 @@ class MixedSteps:
                 "start": (chunks + 1,),
                 "token_row": (tokens,),
                 "first_chunk": (chunks,),
-                "chunk_index": (tokens // CHUNK_TOKENS + chunks, 2),
+                "chunk_index": (self.sizes.num_chunks(tokens), 2),
                 "sample": (self._num_sampled(key),),
             }
         )

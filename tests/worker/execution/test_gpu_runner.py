@@ -109,7 +109,7 @@ def test_padding_of_a_step_with_chunks_writes_nothing(dtype: str) -> None:
     requests = [driver.add(random_prompt(random.Random(n), n), SAMPLING) for n in (20, 31, 130, 260)]
     driver.step({requests[0]: 20, requests[1]: 30})
     before = driver._runner.arena.buffer.clone()
-    # Two decode rows padded to 16, two chunks of eight, and 220 of 256 tokens.
+    # Two decode rows of 16, two rows with chunks of more, and 220 of 320 tokens.
     driver.step({requests[0]: 1, requests[1]: 1, requests[2]: 100, requests[3]: 120})
     assert graph_steps(driver, "mixed") == (2, 0)
     check_only_their_pages_changed(driver, requests, before)

@@ -198,13 +198,15 @@ def test_sizes_of_single_plans() -> None:
     assert sizes.find(plan_of([16], 20000)) == (0, 16, 40960)
     assert sizes.find(plan_of([1] * 63 + [17])) == (64, 64, 16384)
     assert sizes.find(plan_of([2] * 30)) == (0, 64, 16384)
-    # Above 64 tokens rows that may come take time: so few of them are provided for.
-    assert sizes.find(plan_of([15] * 8)) == (0, 128, 16384)
-    assert sizes.find(plan_of([15] * 9)) == (0, 1536, 16384)
+    # Above 64 tokens chunks that may come take time: so few of them are provided for.
+    assert sizes.find(plan_of([15] * 6)) == (0, 128, 16384)
+    assert sizes.find(plan_of([15] * 7)) == (0, 256, 16384)
+    assert sizes.find(plan_of([65] * 3)) == (0, 256, 16384)
+    assert sizes.find(plan_of([65] * 6)) == (0, 512, 16384)
     assert sizes.find(plan_of([1] * 2 + [960])) == (64, 960, 16384)
     assert sizes.find(plan_of([1] * 2 + [1985])) is None
     assert sizes.find(plan_of([2049])) is None
-    assert sizes.find(plan_of([40] * 20)) is None
+    assert sizes.find(plan_of([20] * 40)) is None
     assert sizes.find(plan_of([1] * 8)) is None
     others = MixedSizes.of(64, 2048, 40960, recurrent=False)
     assert others.find(plan_of([40] * 20)) == (0, 1024, 16384)

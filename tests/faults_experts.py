@@ -134,6 +134,13 @@ FAULTS = [
         tests=(f"{KERNELS}::test_the_running_check_of_a_gpu_finds_a_changed_word_and_names_its_owner",),
     ),
     Fault(
+        "gather: experts are read from places to which nothing was brought",
+        "worker.experts.pager",
+        old="gather(residency.address[row], targets,",
+        new="gather(residency.address[row], targets * 0,",
+        tests=(f"{EXACT}::test_paged_equals_resident_bit_for_bit[int4]",),
+    ),
+    Fault(
         "act-order: the rows of gate and up stay in the model's order",
         "worker.quantization.int4",
         old='rows = rows_of if rows_of is not None and name != "down_proj" else slice(None)',

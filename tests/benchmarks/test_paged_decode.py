@@ -74,4 +74,8 @@ def test_a_small_run_on_the_demonstration_model(tmp_path: Path, monkeypatch: pyt
     assert 0.1 < figures["bf16.k20.calibrated.b1.hit_rate"] < 0.98
     assert figures["bf16.k20.calibrated.b1.bytes_per_step"] > 0
     assert figures["bf16.k20.in_place.b4.evictions"] == 0 < figures["bf16.k20.domains.b4.evictions"]
+    assert (
+        figures["all_hit_over_resident"]
+        >= figures["bf16.k32.calibrated.b4.step_ms"] / figures["bf16.k32.calibrated.b4.resident_ms"]
+    )
     assert abs(figures["scan.hit_rate_after"] - figures["scan.hit_rate_before"]) < 0.2

@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from worker.errors import ModelLoadError
 from worker.execution.weights import TensorStore
 
 _EXPERTS = ".experts."
@@ -60,17 +61,25 @@ class DequantizedStore:
         return None if stored is None else self._format.linear_shape(suffix, stored)
 
     def read(self, name: str, shape: tuple[int, ...], init: str, device: torch.device) -> torch.Tensor:
-        """The tensor; a quantised linear's weight in float32."""
+        """The tensor; a quantised linear's weight in float32. ModelLoadError where a part of it is missing."""
         linear = name.removesuffix(".weight")
         if linear not in self._linears:
-            return self._store.read(name, shape, init, device)
+            tensor = self._store.read(name, shape, init, device)
+            if tensor.dtype is torch.float8_e4m3fn and _EXPERTS not in name:
+                raise ModelLoadError(
+                    f"{name} is in FP8, but the checkpoint lacks {linear}.{self._suffixes[0]}"
+                )
+            return tensor
         found = {}
         for suffix in self._suffixes:
             stored = self._store.shape(f"{linear}.{suffix}")
             if stored is not None:
                 host = torch.device("cpu")  # where the formats unpack
                 found[suffix] = self._store.read(f"{linear}.{suffix}", stored, init, host)
-        return self._format.dequantize_linear(found)
+        try:
+            return self._format.dequantize_linear(found)
+        except KeyError as error:
+            raise ModelLoadError(f"the checkpoint lacks {linear}.{error.args[0]}") from error
 
     def close(self) -> None:
         """See :class:`worker.execution.weights.TensorStore`."""

@@ -131,6 +131,19 @@ def test_a_missing_scale_stops_the_start_by_name(tmp_path: Path) -> None:
         load_model(WorkerConfig(model=str(edited(folder, tmp_path / "short", {name: None})), device="cpu"))
 
 
+@pytest.mark.parametrize(
+    ("format", "suffix"),
+    [("fp8_block", "weight_scale_inv"), ("int4", "weight_scale"), ("int4", "weight_zero_point")],
+)
+def test_a_missing_part_of_a_dense_linear_stops_the_start_by_name(
+    format: str, suffix: str, tmp_path: Path
+) -> None:
+    name = f"model.layers.1.self_attn.o_proj.{suffix}"
+    folder = edited(converted_folder("qwen3_moe", format), tmp_path / "short", {name: None})
+    with pytest.raises(ModelLoadError, match=f"lacks {name}$"):
+        load_model(WorkerConfig(model=str(folder), device="cpu"))
+
+
 @pytest.mark.parametrize("format", ["fp8_block", "int4", "mxfp4"])
 def test_random_weights_are_quantised_where_the_configuration_says_so(format: str, tmp_path: Path) -> None:
     folder = converted_folder("qwen3_moe", format)

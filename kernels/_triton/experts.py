@@ -11,15 +11,12 @@ tensor cores. A single token takes the two launches of ``experts_one`` instead, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
-from triton import knobs
 
-from kernels._reference.experts import DENSE, FP8_BLOCK, FP8_BLOCK_SIZE, INT4, MXFP4, BlockFormat
-from kernels._triton import experts_wide
+from kernels._reference.experts import DENSE, FP8_BLOCK, FP8_BLOCK_SIZE, INT4, MXFP4, Ahead, BlockFormat
+from kernels._triton import experts_few, experts_one, experts_wide
 from kernels._triton.expert_weights import (
     from_e2m1,
     from_fp8,
@@ -29,8 +26,7 @@ from kernels._triton.expert_weights import (
     scale_cells,
     zero_cells,
 )
-from kernels._triton.experts_group import combine, copy_small_parts, group_pairs
-from kernels._triton.experts_one import one_down, one_gate_up
+from kernels._triton.experts_group import Tiles, combine, copy_small_parts, group_pairs, launch_options
 
 __all__ = ["CLAMPED_SWIGLU", "DENSE", "FP8_BLOCK", "INT4", "MXFP4", "SILU", "BlockFormat", "run_experts"]
 
@@ -39,17 +35,6 @@ DECODE_TOKENS = 64
 """Up to so many tokens a launch is bound by reading weights, beyond it by multiplying."""
 MAX_SHARING = 8
 """Programs that share an expert's tokens at most; each loops over the rest."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """A program's tile: output rows, columns of the contraction (or groups of scales, for one token), tokens."""
-
-    rows: int
-    columns: int
-    tokens: int
-    num_warps: int
-    num_stages: int
 
 
 @triton.jit
@@ -233,15 +218,6 @@ def choose_tiles(kind: int, tokens: int, *, is_down: bool, deterministic: bool) 
     return Tiles(128, 64, 128, 8, 3) if kind == DENSE else Tiles(64, 128, 64, 4, 3)
 
 
-ONE_TOKEN_TILES = {
-    DENSE: (Tiles(1, 4, 1, 2, 1), Tiles(1, 2, 1, 2, 1)),
-    FP8_BLOCK: (Tiles(2, 16, 1, 4, 1), Tiles(1, 2, 1, 2, 1)),
-    INT4: (Tiles(8, 2, 1, 2, 1), Tiles(8, 8, 1, 4, 1)),
-    MXFP4: (Tiles(4, 16, 1, 4, 1), Tiles(2, 8, 1, 2, 1)),
-}
-"""For a single token's launches, gate and up first; ``columns`` counts groups of 128, for MXFP4 of 32."""
-
-
 def columns_of(kind: int, group: int, columns: int) -> tuple[int, int]:
     """(columns of a tile, group the kernel is told): a tile lies within one group, which for dense weights is none."""
     if kind == DENSE:
@@ -266,6 +242,7 @@ def run_experts(
     tee: torch.Tensor | None = None,
     deterministic: bool = False,
     tiles: tuple[Tiles, Tiles] | None = None,
+    ahead: Ahead | None = None,
 ) -> torch.Tensor:
     """``sum over a token's experts of weight * (down @ act(gate @ x, up @ x) + bias)``, in the order of the choices.
 
@@ -277,74 +254,33 @@ def run_experts(
         tee: [num_experts] int64, where a chosen expert's block is also stored, 0 for nowhere.
         deterministic: a token's bits do not depend on the tokens beside it.
         tiles: for gate and up, and for down, in place of the chosen ones (tuning).
+        ahead: what the launches just ahead bring; ``table`` is as it was before them.
 
     Returns:
         [tokens, H] in x's dtype; padding rows are zero.
     """
     tokens, width = x.shape
+    single = tokens == 1 and not deterministic and experts_one.serves(block)
+    if ahead is not None and not single:
+        table, ahead = ahead.table, None
     if not (deterministic or tiles) and experts_wide.serves(block, tokens, experts.shape[1], len(table)):
         return experts_wide.run_experts(
             x, weights, experts, table, block, inner, activation, limit, alpha, tee
         )
-    if tokens == 1 and not deterministic and _one_serves(block):
-        out = _run_one(x, weights, experts, table, block, inner, activation, limit, alpha, tee, tiles)
+    if not (single or tiles) and experts_few.serves(x, block, inner):
+        return experts_few.run_experts(
+            x, weights, experts, table, block, inner, activation, limit, alpha, tee
+        )
+    if single:
+        out = experts_one.run_experts(
+            x, weights, experts, table, block, inner, activation, limit, alpha, tee, tiles, ahead
+        )
     else:
         out = _run_many(
             x, weights, experts, table, block, inner, activation, limit, alpha, tee, deterministic, tiles
         )
     if tee is not None:
-        copy_small_parts(experts, table, tee, block, inner, width, x.element_size())
-    return out
-
-
-def _one_serves(block: BlockFormat) -> bool:
-    groups = (block.group, block.down_group or block.group)
-    return block.kind < INT4 or all(32 <= group <= 256 and group & (group - 1) == 0 for group in groups)
-
-
-def _shared(
-    x: torch.Tensor, block: BlockFormat, inner: int, tee: torch.Tensor | None
-) -> dict[str, int | bool]:
-    bits = {DENSE: x.element_size() * 8, FP8_BLOCK: 8, INT4: 4, MXFP4: 4}[block.kind]
-    row_bytes = (x.shape[1] * bits // 8, inner * bits // 8)
-    return {
-        "KIND": block.kind,
-        "SIDE": FP8_BLOCK_SIZE,
-        # Rows that begin at whole lines of 16 bytes are read so.
-        "ALIGN": 16 if all(n % 16 == 0 for n in row_bytes) else 1,
-        "ASM": x.dtype is torch.bfloat16 and not knobs.runtime.interpret,
-        "TEE": tee is not None,
-    }
-
-
-def _run_one(
-    x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, table: torch.Tensor, block: BlockFormat, inner: int,
-    activation: int, limit: float, alpha: float, tee: torch.Tensor | None, tiles: tuple[Tiles, Tiles] | None,
-) -> torch.Tensor:  # fmt: skip
-    width, per_token = x.shape[1], experts.shape[1]
-    up, down = tiles or ONE_TOKEN_TILES[block.kind]
-    groups = [
-        g if block.kind >= INT4 else FP8_BLOCK_SIZE for g in (block.group, block.down_group or block.group)
-    ]
-    hidden = torch.empty(per_token, inner, dtype=x.dtype, device=x.device)
-    out = torch.empty_like(x)
-    shared = _shared(x, block, inner, tee)
-    copies = table if tee is None else tee
-    overlap = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
-    shared["PDL"] = overlap
-    one_gate_up[(per_token, triton.cdiv(inner, up.rows))](
-        x, hidden, table, copies, experts, limit, alpha, block.gate_up, block.gate_scales, block.up_scales,
-        block.gate_up_zeros, block.zero_offset, block.gate_order, block.up_order, block.gate_up_bias,
-        INNER=inner, WIDTH=width, GROUP=groups[0], HAS_ZEROS=block.gate_up_zeros >= 0, HAS_ORDER=block.gate_order >= 0,
-        HAS_BIAS=block.gate_up_bias >= 0, ACTIVATION=activation, ROWS=up.rows, GROUPS=up.columns,
-        num_warps=up.num_warps, **shared,
-    )  # fmt: skip
-    one_down[(triton.cdiv(width, down.rows),)](
-        hidden, weights, out, table, copies, experts, block.down, block.down_scales, block.down_zeros,
-        block.zero_offset, block.down_bias, INNER=inner, WIDTH=width, PER_TOKEN=per_token, GROUP=groups[1],
-        HAS_ZEROS=block.down_zeros >= 0, HAS_BIAS=block.down_bias >= 0, ROWS=down.rows, GROUPS=down.columns,
-        num_warps=down.num_warps, launch_pdl=overlap, **shared,
-    )  # fmt: skip
+        copy_small_parts(table, tee, block, inner, width, x.element_size())
     return out
 
 
@@ -364,7 +300,7 @@ def _run_many(
         choose_tiles(block.kind, tokens, is_down=False, deterministic=deterministic),
         choose_tiles(block.kind, tokens, is_down=True, deterministic=deterministic),
     )
-    shared = _shared(x, block, inner, tee)
+    shared = launch_options(x, block, inner, tee)
     copies = table if tee is None else tee
     columns, group = columns_of(block.kind, block.group, up.columns)
     sharing = min(triton.cdiv(tokens, up.tokens), MAX_SHARING)

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels._reference.experts import DENSE, FP8_BLOCK, INT4, MXFP4, BlockFormat
+from kernels._reference.experts import DENSE, FP8_BLOCK, FP8_BLOCK_SIZE, INT4, MXFP4, BlockFormat
+from kernels._triton.expert_spans import place_of
+from kernels._triton.overlap import overlaps
 
 MAX_COUNTED_PAIRS = 4096
 """Up to so many (token, choice) pairs each finds its rank by looking at all others, in one launch; beyond, a sort."""
 RANKED, SEEN, SPLIT_COLUMNS, COPIED_WORDS = 32, 256, 512, 2048
 
 
-@triton.jit(do_not_specialize=["pairs", "num_rank"])
+@triton.jit(do_not_specialize=["pairs", "num_rank", "num_start"])
 def _group(
-    experts, order, starts, x, split, pairs, num_experts, num_rank, num_start, width, x_stride,
-    RANKED: tl.constexpr, SEEN: tl.constexpr, COLUMNS: tl.constexpr,
+    experts, order, starts, x, split, pairs, num_experts, num_rank, num_start, width, x_stride, split_stride,
+    KIND: tl.constexpr, FACTOR: tl.constexpr, RANKED: tl.constexpr, SEEN: tl.constexpr, COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     program = tl.program_id(0)
     if program < num_rank:
         pair = program * RANKED + tl.arange(0, RANKED)
@@ -42,53 +52,105 @@ def _group(
             count += tl.sum(((seen >= 0)[None, :] & (seen[None, :] < expert[:, None])).to(tl.int32), 1)
         tl.store(starts + expert, count.to(tl.int64), mask=expert <= num_experts)
     else:
-        blocks = tl.cdiv(width, COLUMNS)
+        blocks = tl.cdiv(split_stride, COLUMNS)
         block = program - num_rank - num_start
         token = (block // blocks).to(tl.int64)
         column = block % blocks * COLUMNS + tl.arange(0, COLUMNS)
-        value = tl.load(x + token * x_stride + column, mask=column < width)
-        tl.store(
-            split + token * width + (column % 2) * (width // 2) + column // 2, value, mask=column < width
-        )
+        value = tl.load(x + token * x_stride + column, mask=column < width, other=0.0)
+        if KIND < 0:
+            place = (column % 2) * (width // 2) + column // 2
+        else:
+            place = place_of(column, KIND)
+            value = (value.to(tl.float32) * FACTOR).to(split.dtype.element_ty)
+        tl.store(split + token * split_stride + place, value, mask=column < split_stride)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """A program's tile: output rows, columns of the contraction (or groups of scales, for one token), tokens."""
+
+    rows: int
+    columns: int
+    tokens: int
+    num_warps: int
+    num_stages: int
+
+
+def launch_options(
+    x: torch.Tensor, block: BlockFormat, inner: int, tee: torch.Tensor | None
+) -> dict[str, int | bool]:
+    """What both general products are told about a block and the inputs."""
+    bits = {DENSE: x.element_size() * 8, FP8_BLOCK: 8, INT4: 4, MXFP4: 4}[block.kind]
+    row_bytes = (x.shape[1] * bits // 8, inner * bits // 8)
+    return {
+        "KIND": block.kind,
+        "SIDE": FP8_BLOCK_SIZE,
+        # Rows that begin at whole lines of 16 bytes are read so.
+        "ALIGN": 16 if all(n % 16 == 0 for n in row_bytes) else 1,
+        "ASM": x.dtype is torch.bfloat16 and not knobs.runtime.interpret,
+        "TEE": tee is not None,
+    }
+
+
+def padded(columns: int) -> int:
+    """Columns of a row of inputs in the order of spans."""
+    return -(-columns // 256) * 256
 
 
 def group_pairs(
-    experts: torch.Tensor, num_experts: int, x: torch.Tensor, *, split: bool
+    experts: torch.Tensor,
+    num_experts: int,
+    x: torch.Tensor,
+    *,
+    split: bool,
+    span_kind: int = -1,
+    factor: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(token, choice) pairs sorted by expert, without a host sync, and the inputs as the products read them.
 
     Args:
         experts: [tokens, experts_per_token] int64 contiguous, -1 in padding rows.
         x: [tokens, H] contiguous rows. split: put the even columns of each row before its odd ones.
+        span_kind: with ``split``, the kind of weights whose order of spans the columns take instead, times ``factor``
+            and with zeros behind them up to ``padded(H)``.
 
     Returns:
         order [pairs] int64, pair numbers by expert and then by token, padding last; starts [num_experts + 1] int64;
         x, split or as it is.
     """
     pairs, width = experts.numel(), x.shape[1]
-    inputs = torch.empty_like(x) if split else x
+    columns = width if span_kind < 0 else padded(width)
+    inputs = torch.empty(x.shape[0], columns, dtype=x.dtype, device=x.device) if split else x
+    num_split = x.shape[0] * triton.cdiv(columns, SPLIT_COLUMNS) if split else 0
+    num_rank, num_start = triton.cdiv(pairs, RANKED), triton.cdiv(num_experts + 1, RANKED)
     if pairs > MAX_COUNTED_PAIRS:
         flat = experts.flatten()
         ordered, order = torch.sort(torch.where(flat < 0, num_experts, flat), stable=True)
         starts = torch.searchsorted(
             ordered, torch.arange(num_experts + 1, device=x.device, dtype=ordered.dtype)
         )
-        if split:
-            inputs.view(-1, 2, width // 2).copy_(x.view(-1, width // 2, 2).transpose(1, 2))
-        return order, starts, inputs
-    order = torch.empty(pairs, dtype=torch.int64, device=x.device)
-    starts = torch.empty(num_experts + 1, dtype=torch.int64, device=x.device)
-    num_rank, num_start = triton.cdiv(pairs, RANKED), triton.cdiv(num_experts + 1, RANKED)
-    num_split = x.shape[0] * triton.cdiv(width, SPLIT_COLUMNS) if split else 0
-    _group[(num_rank + num_start + num_split,)](
-        experts.contiguous(), order, starts, x, inputs, pairs, num_experts, num_rank, num_start, width, x.stride(0),
-        RANKED=RANKED, SEEN=SEEN, COLUMNS=SPLIT_COLUMNS,
-    )  # fmt: skip
+        num_rank, num_start = 0, 0
+    else:
+        order = torch.empty(pairs, dtype=torch.int64, device=x.device)
+        starts = torch.empty(num_experts + 1, dtype=torch.int64, device=x.device)
+    programs = num_rank + num_start + num_split
+    if programs:
+        overlap = overlaps(x)
+        _group[(programs,)](
+            experts.contiguous(), order, starts, x, inputs, pairs, num_experts, num_rank, num_start, width, x.stride(0),
+            columns, KIND=span_kind, FACTOR=factor, RANKED=RANKED, SEEN=SEEN, COLUMNS=SPLIT_COLUMNS, PDL=overlap,
+            launch_pdl=overlap,
+        )  # fmt: skip
     return order, starts, inputs
 
 
 @triton.jit
-def _combine(partial, weights, experts, out, experts_per_token, width, BLOCK: tl.constexpr):
+def _combine(
+    partial, weights, experts, out, experts_per_token, width, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -108,9 +170,26 @@ def combine(
     out = torch.empty_like(like)
     tokens, width = like.shape
     _combine[(tokens, triton.cdiv(width, 512))](
-        partial, weights, experts.contiguous(), out, experts.shape[1], width, BLOCK=512
-    )
+        partial, weights, experts.contiguous(), out, experts.shape[1], width, BLOCK=512, PDL=overlaps(like),
+        launch_pdl=overlaps(like),
+    )  # fmt: skip
     return out
+
+
+@triton.jit
+def copy_words(
+    source, target, piece, first_0, first_1, first_2, size_0, size_1, size_2, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Piece number ``piece`` of three ranges of words of 8 bytes, to the same places behind ``target``."""
+    word = piece * BLOCK + tl.arange(0, BLOCK)
+    at = tl.where(
+        word < size_0,
+        first_0 + word,
+        tl.where(word < size_0 + size_1, first_1 + word - size_0, first_2 + word - size_0 - size_1),
+    )
+    inside = word < size_0 + size_1 + size_2
+    value = tl.load(source.to(tl.pointer_type(tl.int64)) + at, mask=inside)
+    tl.store(target.to(tl.pointer_type(tl.int64)) + at, value, mask=inside)
 
 
 @triton.jit
@@ -122,39 +201,35 @@ def _copy(
     if target == 0:
         return
     source = tl.load(table + expert)
-    word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    at = tl.where(
-        word < size_0,
-        first_0 + word,
-        tl.where(word < size_0 + size_1, first_1 + word - size_0, first_2 + word - size_0 - size_1),
-    )
-    inside = word < size_0 + size_1 + size_2
-    value = tl.load(source.to(tl.pointer_type(tl.int64)) + at, mask=inside)
-    tl.store(target.to(tl.pointer_type(tl.int64)) + at, value, mask=inside)
+    copy_words(source, target, tl.program_id(1), first_0, first_1, first_2, size_0, size_1, size_2, BLOCK)
 
 
-def copy_small_parts(
-    experts: torch.Tensor, table: torch.Tensor, targets: torch.Tensor, block: BlockFormat, inner: int, width: int,
-    element_size: int,
-) -> None:  # fmt: skip
-    """Copies what a block holds beside its two matrices (scales, zero points, biases, orders) for each expert whose
-    target is not 0; the products stored the matrices themselves."""
+def small_parts(
+    block: BlockFormat, inner: int, width: int, element_size: int
+) -> tuple[int, int, int, int, int, int]:
+    """What a block holds beside its two matrices (scales, zero points, biases, orders), as three ranges of words of 8
+    bytes: their beginnings and then their sizes. Outwards: a few bytes of a matrix may be in them."""
     bits = {DENSE: element_size * 8, FP8_BLOCK: 8, INT4: 4, MXFP4: 4}[block.kind]
     matrices = sorted(
         [(block.gate_up, 2 * inner * width * bits // 8), (block.down, inner * width * bits // 8)]
     )
-    # In words of 8 bytes, outwards: a few bytes of a matrix may be copied once more.
     edges = [0]
     for first, size in matrices:
         edges += [-(-first // 8), (first + size) // 8]
     edges.append(block.num_bytes // 8)
-    ranges = [(edges[i], max(0, edges[i + 1] - edges[i])) for i in (0, 2, 4)]
-    total = sum(size for _, size in ranges)
+    first, second, third = (max(0, edges[i + 1] - edges[i]) for i in (0, 2, 4))
+    return edges[0], edges[2], edges[4], first, second, third
+
+
+def copy_small_parts(
+    table: torch.Tensor, targets: torch.Tensor, block: BlockFormat, inner: int, width: int, element_size: int
+) -> None:
+    """Copies them for each expert whose target is not 0; the products stored the matrices themselves."""
+    ranges = small_parts(block, inner, width, element_size)
+    total = sum(ranges[3:])
     if total == 0:
         return
-    _copy[(table.shape[0], triton.cdiv(total, COPIED_WORDS))](
-        table, targets, *(first for first, _ in ranges), *(size for _, size in ranges), BLOCK=COPIED_WORDS
-    )
+    _copy[(table.shape[0], triton.cdiv(total, COPIED_WORDS))](table, targets, *ranges, BLOCK=COPIED_WORDS)
 
 
 def copy_blocks(table: torch.Tensor, targets: torch.Tensor, num_bytes: int) -> None:

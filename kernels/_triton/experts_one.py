@@ -8,10 +8,12 @@ an expert that lies in the arena is read at once, and only others wait for those
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels._reference.experts import DENSE, FP8_BLOCK, FP8_BLOCK_SIZE, INT4, MXFP4, Ahead, BlockFormat
 from kernels._triton.expert_weights import (
     from_e2m1,
     from_fp8_shrunk,
@@ -21,6 +23,7 @@ from kernels._triton.expert_weights import (
     scale_cells,
     zero_cells,
 )
+from kernels._triton.experts_group import Tiles, launch_options
 
 HALF_WAY: tl.constexpr = tl.constexpr(2.0**60)
 """FP8 weights come times 2^-120. Half of that is made good in the inputs and half in the sum: neither can overflow."""
@@ -242,3 +245,53 @@ def one_down(
             biased += weight * tl.load(biases + row, mask=read, other=0.0).to(tl.float32)
     total = biased + _total(acc, KIND)
     tl.store(out + row, total.to(out.dtype.element_ty), mask=row < WIDTH)
+
+
+ONE_TOKEN_TILES = {
+    DENSE: (Tiles(1, 4, 1, 2, 1), Tiles(1, 2, 1, 2, 1)),
+    FP8_BLOCK: (Tiles(2, 16, 1, 4, 1), Tiles(1, 2, 1, 2, 1)),
+    INT4: (Tiles(8, 2, 1, 2, 1), Tiles(8, 8, 1, 4, 1)),
+    MXFP4: (Tiles(4, 16, 1, 4, 1), Tiles(2, 8, 1, 2, 1)),
+}
+"""For a single token's launches, gate and up first; ``columns`` counts groups of 128, for MXFP4 of 32."""
+
+
+def serves(block: BlockFormat) -> bool:
+    """Whether a tile of these kernels lies within whole groups of scales."""
+    groups = (block.group, block.down_group or block.group)
+    return block.kind < INT4 or all(32 <= group <= 256 and group & (group - 1) == 0 for group in groups)
+
+
+def run_experts(
+    x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, table: torch.Tensor, block: BlockFormat, inner: int,
+    activation: int, limit: float, alpha: float, tee: torch.Tensor | None, tiles: tuple[Tiles, Tiles] | None,
+    ahead: Ahead | None,
+) -> torch.Tensor:  # fmt: skip
+    """See :func:`kernels._triton.experts.run_experts`; x is [1, H]."""
+    width, per_token = x.shape[1], experts.shape[1]
+    up, down = tiles or ONE_TOKEN_TILES[block.kind]
+    groups = [
+        g if block.kind >= INT4 else FP8_BLOCK_SIZE for g in (block.group, block.down_group or block.group)
+    ]
+    hidden = torch.empty(per_token, inner, dtype=x.dtype, device=x.device)
+    out = torch.empty_like(x)
+    shared = launch_options(x, block, inner, tee)
+    copies = table if tee is None else tee
+    overlap = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    shared["PDL"] = overlap
+    behind = table if ahead is None else ahead.table
+    places = (0, 0) if ahead is None else (ahead.first_place, ahead.last_place)
+    one_gate_up[(per_token, triton.cdiv(inner, up.rows))](
+        x, hidden, table, copies, experts, behind, *places, limit, alpha, block.gate_up, block.gate_scales,
+        block.up_scales, block.gate_up_zeros, block.zero_offset, block.gate_order, block.up_order, block.gate_up_bias,
+        INNER=inner, WIDTH=width, GROUP=groups[0], HAS_ZEROS=block.gate_up_zeros >= 0, HAS_ORDER=block.gate_order >= 0,
+        HAS_BIAS=block.gate_up_bias >= 0, ACTIVATION=activation, ROWS=up.rows, GROUPS=up.columns,
+        AHEAD=ahead is not None, num_warps=up.num_warps, launch_pdl=overlap and ahead is not None, **shared,
+    )  # fmt: skip
+    one_down[(triton.cdiv(width, down.rows),)](
+        hidden, weights, out, behind, copies, experts, block.down, block.down_scales, block.down_zeros,
+        block.zero_offset, block.down_bias, INNER=inner, WIDTH=width, PER_TOKEN=per_token, GROUP=groups[1],
+        HAS_ZEROS=block.down_zeros >= 0, HAS_BIAS=block.down_bias >= 0, ROWS=down.rows, GROUPS=down.columns,
+        num_warps=down.num_warps, launch_pdl=overlap, **shared,
+    )  # fmt: skip
+    return out

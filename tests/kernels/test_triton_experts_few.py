@@ -1,0 +1,209 @@
+"""Expert products of one token and of a few with packed weights against the meaning of their blocks, code by code."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from kernels._reference.experts import read_expert
+from kernels._triton import experts_few, experts_group, experts_single
+from kernels._triton.expert_spans import place_of
+from worker.experts.block_format import block_format
+from worker.quantization.base import ExpertShape
+from worker.quantization.blocks import block_part
+from worker.quantization.fp8_block import Fp8Block
+from worker.quantization.int4 import Int4
+from worker.quantization.int4_tensors import Int4Layout
+from worker.quantization.mxfp4 import Mxfp4
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE, TOLERANCE = (torch.bfloat16, 5e-3) if DEVICE == "cuda" else (torch.float32, 1e-5)
+ON_GPU = pytest.mark.gpu
+FORMATS: dict[str, Any] = {
+    "fp8": Fp8Block(),
+    "int4": Int4(),
+    "int4 zeros": Int4(Int4Layout("gptq", 128, symmetric=False, zero_offset=1)),
+    "int4 rows": Int4(Int4Layout("gptq", 0, symmetric=True, zero_offset=1)),
+    "mxfp4": Mxfp4(),
+}
+SIZES = [(64, 192)]
+LARGE = [(256, 96), (256, 192), (2880, 2880)]
+NUM_EXPERTS, PER_TOKEN = 5, 3
+WIDE = experts_single.SingleTiles(128, 1, 1, 64, 2)
+"""The interpreter takes its time per program: few of them."""
+
+
+class Case:
+    """Random blocks of all codes (``codes`` of them for the weights), a step's tokens, and what should come out."""
+
+    def __init__(self, name: str, hidden: int, inner: int, tokens: int, codes: range = range(256)) -> None:
+        torch.manual_seed(hidden + inner + tokens)
+        self.name, self.inner, self.clamped = name, inner, name == "mxfp4"
+        shape, format = ExpertShape(hidden, inner, has_bias=self.clamped), FORMATS[name]
+        layout = format.block_layout(shape)
+        self.where = block_format(layout)
+        self.blocks = torch.zeros(NUM_EXPERTS, layout.num_bytes, dtype=torch.uint8)
+        for block in self.blocks:
+            for part in layout.parts:
+                view = block_part(block, layout, part.name)
+                if part.name in ("gate_up", "down"):
+                    chosen = torch.tensor([code for code in codes if name != "fp8" or code % 128 != 127])
+                    view.view(torch.uint8).copy_(chosen[torch.randint(len(chosen), view.shape)].byte())
+                elif view.dtype == torch.uint8:
+                    view.random_(*((110, 124) if "scales" in part.name else (0, 256)))
+                else:
+                    view.copy_(torch.randn(view.shape) * 0.02)
+        self.x = torch.randn(tokens, hidden).to(DTYPE)
+        self.weights = torch.rand(tokens, PER_TOKEN)
+        self.experts = torch.stack([torch.randperm(NUM_EXPERTS)[:PER_TOKEN] for _ in range(tokens)])
+
+    def run(self, serving: Any, rows: slice = slice(None), tee: torch.Tensor | None = None) -> torch.Tensor:
+        self.there = self.blocks.to(DEVICE)
+        table = torch.tensor([block.data_ptr() for block in self.there], device=DEVICE)
+        moved = [value[rows].to(DEVICE) for value in (self.x, self.weights, self.experts)]
+        assert experts_few.serves(moved[0], self.where, self.inner)
+        tiles: Any = None
+        if DEVICE == "cpu" and serving is experts_single:
+            tiles = WIDE
+        elif DEVICE == "cpu":
+            tiles = tuple(replace(own, rows=512) for own in experts_few.TILES[self.where.kind])
+        found: torch.Tensor = serving.run_experts(
+            *moved, table, self.where, self.inner, int(self.clamped), 7.0, 1.702, tee, tiles
+        )
+        return found.cpu()
+
+    def want(self) -> torch.Tensor:
+        out = torch.zeros(self.x.shape, dtype=torch.float64)
+        dense = [
+            read_expert(block, self.where, self.inner, self.x.shape[1], torch.float32)
+            for block in self.blocks
+        ]
+        for token, choice in ((t, c) for t in range(len(out)) for c in range(PER_TOKEN)):
+            if (expert := int(self.experts[token, choice])) < 0:
+                continue
+            own = dense[expert]
+            both = own.gate_up.double() @ self.x[token].double()
+            both += 0.0 if own.gate_up_bias is None else own.gate_up_bias.double()
+            gate, up = both.chunk(2)
+            if self.clamped:
+                gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0) + 1.0
+                inside = up * gate * torch.sigmoid(1.702 * gate)
+            else:
+                inside = up * torch.nn.functional.silu(gate)
+            result = own.down.double() @ inside
+            result += 0.0 if own.down_bias is None else own.down_bias.double()
+            out[token] += self.weights[token, choice].double() * result
+        return out
+
+    def error(self, out: torch.Tensor) -> float:
+        want = self.want()
+        return float((out.double() - want).norm() / want.norm())
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("hidden", "inner"), [*SIZES, *(pytest.param(*size, marks=ON_GPU) for size in LARGE)]
+)
+def test_products_of_a_few_tokens(name: str, hidden: int, inner: int) -> None:
+    if name == "mxfp4" and (hidden % 64 or inner % 64):
+        inner += 32
+    case = Case(name, hidden, inner, 19)
+    case.experts[3] = -1  # a padding row
+    case.experts[4:, 0] = 2  # more than a tile of tokens in one expert
+    case.experts[4:, 1:] = torch.tensor([0, 4])
+    out = case.run(experts_few)
+    assert case.error(out) < TOLERANCE
+    assert not out[3].any(), "a padding row is not zero"
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("hidden", "inner"), [*SIZES, *(pytest.param(*size, marks=ON_GPU) for size in LARGE)]
+)
+def test_products_of_one_token(name: str, hidden: int, inner: int) -> None:
+    if name == "mxfp4" and (hidden % 64 or inner % 64):
+        inner += 32
+    case = Case(name, hidden, inner, 1)
+    assert case.error(case.run(experts_single)) < TOLERANCE
+    case.experts[0, 1] = -1
+    assert case.error(case.run(experts_single)) < TOLERANCE
+
+
+@pytest.mark.parametrize("serving", [experts_few, experts_single])
+@pytest.mark.parametrize(("name", "codes"), [("fp8", range(8)), ("mxfp4", range(2))])
+def test_the_smallest_codes_keep_their_values(serving: Any, name: str, codes: range) -> None:
+    case = Case(name, 128, 64, 1, codes)
+    assert case.error(case.run(serving)) < TOLERANCE
+
+
+@pytest.mark.parametrize("serving", [experts_few, experts_single])
+@pytest.mark.parametrize("name", ["fp8", "int4 zeros", "mxfp4"])
+def test_a_block_is_stored_whole_where_the_tee_points(serving: Any, name: str) -> None:
+    case = Case(name, 64, 192, 1)
+    kept = torch.zeros_like(case.blocks, device=DEVICE)
+    expert = int(case.experts[0, 1])
+    tee = torch.zeros(NUM_EXPERTS, dtype=torch.int64, device=DEVICE)
+    tee[expert] = kept[expert].data_ptr()
+    assert case.error(case.run(serving, tee=tee)) < TOLERANCE
+    assert torch.equal(kept[expert].cpu(), case.blocks[expert])
+    assert not kept[torch.arange(NUM_EXPERTS) != expert].any(), "a block was stored where no tee points"
+
+
+@pytest.mark.parametrize("name", ["fp8", "int4 zeros", "mxfp4"])
+def test_a_token_gets_the_same_bits_beside_others(name: str) -> None:
+    case = Case(name, 64, 64, 18)
+    case.experts[:] = torch.tensor([1, 3, 0])
+    together = case.run(experts_few)
+    for token in (0, 17):
+        assert torch.equal(case.run(experts_few, slice(token, token + 1))[0], together[token])
+
+
+def test_pairs_that_are_sorted_give_what_counted_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("int4", 64, 128, 3)
+    counted = case.run(experts_few)
+    monkeypatch.setattr(experts_group, "MAX_COUNTED_PAIRS", 0)
+    assert torch.equal(case.run(experts_few), counted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fp8", "int4 zeros", "mxfp4"])
+def test_a_gpu_stores_blocks_and_keeps_bits_too(name: str) -> None:
+    for serving in (experts_few, experts_single):
+        test_a_block_is_stored_whole_where_the_tee_points(serving, name)
+    test_a_token_gets_the_same_bits_beside_others(name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "codes"), [("fp8", range(8)), ("mxfp4", range(2))])
+def test_a_gpu_keeps_the_smallest_codes_too(name: str, codes: range) -> None:
+    for serving in (experts_few, experts_single):
+        test_the_smallest_codes_keep_their_values(serving, name, codes)
+
+
+@pytest.mark.parametrize(
+    ("format", "hidden", "inner"),
+    [
+        (Int4(Int4Layout("gptq", 32, symmetric=True, zero_offset=1)), 128, 128),
+        (Int4(Int4Layout("gptq", 128, symmetric=True, act_order=True, zero_offset=1)), 128, 128),
+        (Mxfp4(), 160, 128),
+        (Fp8Block(), 128, 40),
+    ],
+)
+def test_other_layouts_are_left_to_the_general_kernels(format: Any, hidden: int, inner: int) -> None:
+    where = block_format(format.block_layout(ExpertShape(hidden, inner)))
+    assert not experts_few.serves(torch.zeros(1, hidden), where, inner)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a device function, called as plain Python by the interpreter")
+@pytest.mark.parametrize("kind", [1, 2])
+def test_places_of_a_span_are_its_columns_in_another_order(kind: int) -> None:
+    span = 64 if kind == 1 else 128
+    column = torch.arange(2 * span)
+    places = place_of.fn(column, kind)
+    assert torch.equal(places.sort().values, column)
+    assert torch.equal(places[span:], places[:span] + span)

@@ -14,6 +14,8 @@ HOST_STORES = ("private", "shared")
 LOAD_MODES = ("checkpoint", "random")
 LEAST = {"max_running": 1, "max_waiting": 1, "max_step_tokens": 1, "pass_tokens": -1}
 """Of the numbers that may not be 0, or may be less."""
+CPU_ARENA_BYTES = 1 << 30
+"""The arena of an engine on a CPU whose ``arena_bytes`` is 0."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,12 +83,19 @@ def describe_error(error: BaseException) -> ApiError:
     return ApiError(500, "The service met an internal error; its log has the details.", "server_error")
 
 
+_NO_OBJECT = frozenset({"dict_type", "missing", "model_attributes_type", "model_type"})
+"""Kinds of problem that say, of a whole body, that it is no object: another value, nothing, or a form's text."""
+
+
 def describe_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
     """The answer for a body that does not fit its schema: names the first field that is wrong, and how."""
     first = problems[0]
     path = [str(part) for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid":
         return ApiError(400, "The body is not valid JSON.", "invalid_request_error")
+    if not path and first["type"] in _NO_OBJECT:
+        sentence = "The body must be a JSON object, sent with the header Content-Type: application/json."
+        return ApiError(400, sentence, "invalid_request_error")
     param = ".".join(path) or None
     message = str(first["msg"]).removeprefix("Value error, ")
     where = f"{param}: " if param else ""

@@ -226,6 +226,19 @@ def test_a_body_that_is_no_json_object_is_a_400(folder: Path, raw: bytes) -> Non
     assert response.json()["error"]["type"] == "invalid_request_error"
 
 
+def test_a_body_without_the_header_of_json_is_told_which(folder: Path) -> None:
+    async def use(cluster: Cluster) -> httpx.Response:
+        # As curl -d sends it.
+        headers = {"content-type": "application/x-www-form-urlencoded"}
+        return await cluster.client.post(
+            "/v1/chat/completions", content=b'{"model": "demo"}', headers=headers
+        )
+
+    response = served(folder, use)
+    assert response.status_code == 400
+    assert "header Content-Type: application/json" in response.json()["error"]["message"]
+
+
 def test_an_unknown_model_is_a_404_that_lists_the_known(folder: Path) -> None:
     response = post(folder, {"model": "other", "messages": USER})
     assert response.status_code == 404

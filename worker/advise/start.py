@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from worker.advise.named import find_geometry
-from worker.advise.plan import Machine, Workload, make_plan
+from worker.advise.plan import RUNTIME_BYTES, Machine, Workload, make_plan
 from worker.advise.words import advice_sentences, cost_sentences
 from worker.config import WorkerConfig
 from worker.errors import HeadroomError
@@ -28,8 +28,9 @@ def start_lines(
 ) -> list[str]:
     """What the configured model costs and what fits at full batch and half its context, one sentence per line.
 
-    ``device_bytes``, ``host_bytes``: memory of the device, and of the host that can be pinned. Without ``rates``
-    nothing is said about speed. A configuration that the advisor cannot read is said in one line.
+    ``device_bytes``, ``host_bytes``: memory of the device, and of the host that can be pinned; of the device's, no more
+    is planned with than an ``arena_bytes`` that is set leaves room for. Without ``rates`` nothing is said about speed.
+    A configuration that the advisor cannot read is said in one line.
     """
     try:
         geometry = find_geometry(config.model)
@@ -37,6 +38,11 @@ def start_lines(
         kv_dtype = "fp8_e4m3" if config.kv_dtype == "fp8_e4m3" else "bf16"
         workload = Workload(config.max_running, max(1, context // 2), kv_dtype)
         found = rates or StartRates(ASSUMED_LINK_BYTES_PER_S, ASSUMED_MEMORY_BYTES_PER_S)
+        if config.arena_bytes:
+            held = geometry.dense_held_bytes(geometry.checkpoint_format)
+            if config.experts == "resident":  # beside the arena
+                held += geometry.all_experts_bytes(geometry.checkpoint_format)
+            device_bytes = min(device_bytes, config.arena_bytes + held + RUNTIME_BYTES)
         machine = Machine(device_bytes, found.link_bytes_per_s, host_bytes, found.memory_bytes_per_s)
         plan = make_plan(geometry, geometry.checkpoint_format, machine, workload)
     except HeadroomError as error:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import torch
 
 from worker.advise.start import StartRates, start_lines
-from worker.config import WorkerConfig
+from worker.config import CPU_ARENA_BYTES, WorkerConfig
 from worker.execution.loading import choose_device
 from worker.probe import gather_curve, gpu_copy_rates, pinnable_bytes
 
@@ -15,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 def log_advice(config: WorkerConfig) -> None:
-    """A line per sentence, before the model is loaded. On a CPU the device's memory is the host's, and no rate is
+    """A line per sentence, before the model is loaded. On a CPU the device's memory is the arena, and no rate is
     measured. ConfigError where ``config.device`` is not there."""
     device = choose_device(config.device)
     host_bytes, _ = pinnable_bytes()
@@ -23,6 +24,7 @@ def log_advice(config: WorkerConfig) -> None:
         device_bytes, rates = torch.cuda.mem_get_info(device)[1], _measured(device)
     else:
         device_bytes, rates = host_bytes, None
+        config = replace(config, arena_bytes=config.arena_bytes or CPU_ARENA_BYTES)
     for line in start_lines(config, device_bytes, host_bytes, rates):
         log.info("advice: %s", line)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from memory.api import PAGE_ALIGN_BYTES, PageSpec
 from worker.api import FinishReason, GenerateRequest, ModelInfo, TokenEvent, WorkerSnapshot
-from worker.config import WorkerConfig
+from worker.config import CPU_ARENA_BYTES, WorkerConfig
 from worker.engines.checks import check_token_ids
 from worker.engines.paged import EngineExperts, report_json, with_experts
 from worker.engines.process import favour_step_loop
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-CPU_ARENA_BYTES = 1 << 30
 DRAIN_POLL_S = 0.01
 FLUSH_TIMEOUT_S = 20.0
 SNAPSHOT_AGE_S = 0.02

@@ -269,6 +269,12 @@ def test_a_start_gets_advice_or_a_sentence_why_not(tmp_path: Path) -> None:
     assert "experts=resident" in said
     assert "One expert of one layer: " in said
     assert "tokens/s" not in said, "nothing was measured"
+    geometry = find_geometry(config.model)
+    each = geometry.request_bytes(geometry.max_model_len // 2)
+    said = " ".join(start_lines(replace(config, arena_bytes=10 * each), 24 * 10**9, 64 * 10**9))
+    assert "room for 6 more such requests" in said, (
+        "beside the four of a full batch, in the arena that is set"
+    )
     (tmp_path / "config.json").write_text('{"model_type": "abacus"}')
     (line,) = start_lines(WorkerConfig(model=str(tmp_path)), 24 * 10**9, 64 * 10**9)
     assert line.startswith("No advice: ")
@@ -287,7 +293,9 @@ def test_an_engine_says_at_start_what_its_model_costs(caplog: pytest.LogCaptureF
     from worker.engines.native import NativeEngine
 
     caplog.set_level("INFO")
-    config = WorkerConfig(model=str(tiny_folder()), device="cpu", num_threads=1, arena_bytes=1 << 23)
+    config = WorkerConfig(
+        model=str(tiny_folder()), device="cpu", num_threads=1, max_running=4, arena_bytes=1 << 23
+    )
     NativeEngine(config).close()
     said = [record.getMessage() for record in caplog.records if record.name == "worker.engines.advice"]
     assert any(line.startswith("advice: Everything fits: experts=resident") for line in said)

@@ -13,6 +13,7 @@ from kernels._triton.overlap import overlaps
 
 _LARGEST_TILE = 128 * 128
 """Values of a head's state that one program holds in registers."""
+_EARLY_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +68,11 @@ def _prepare(
 def _advance(
     heads_in, inner, decay_bias, decay_rate, norm, states, page, out,
     channels, in_row, s_page, s_head, share, k_heads, v_heads, eps,
-    DIM: tl.constexpr, OVERLAP: tl.constexpr,
+    DIM: tl.constexpr, EARLY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One value head of one row: gates, delta rule, gated norm."""
-    if OVERLAP:
+    """One value head of one row: gates, delta rule, gated norm. ``EARLY``: the state, which none of the launches just
+    before writes, comes while they end; with many rows that would only take the memory from them."""
+    if OVERLAP and not EARLY:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
@@ -78,11 +80,15 @@ def _advance(
     column = tl.arange(0, DIM)
     number = tl.load(page + row)
     target = out + (row * v_heads + head) * DIM + column
+    at = states + number * s_page + head * s_head + column[:, None] * DIM + column[None, :]
+    real = (tl.zeros([DIM], tl.int64) + number >= 0)[:, None]  # a padding row's state is nowhere
+    state = tl.load(at, mask=real, other=0.0)
+    if OVERLAP and EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     if number < 0:
         tl.store(target, tl.zeros([DIM], out.dtype.element_ty))
         return
-    at = states + number * s_page + head * s_head + column[:, None] * DIM + column[None, :]
-    state = tl.load(at)
     own = heads_in + row * channels
     q = tl.load(own + (head // share) * DIM + column)
     k = tl.load(own + (k_heads + head // share) * DIM + column)
@@ -144,6 +150,6 @@ def delta_net_decode(
         heads, inner, sizes.decay_bias, sizes.decay_rate, sizes.norm, state_pages, page, out,
         channels, inner.stride(0), state_pages.stride(0), state_pages.stride(1),
         sizes.num_value_heads // sizes.num_key_heads, sizes.num_key_heads, sizes.num_value_heads, sizes.eps,
-        DIM=dim, OVERLAP=overlap, num_warps=4, launch_pdl=overlap,
+        DIM=dim, EARLY=rows <= _EARLY_ROWS, OVERLAP=overlap, num_warps=4, launch_pdl=overlap,
     )  # fmt: skip
     return out

@@ -60,6 +60,11 @@ def test_a_layer_is_taken_at_once_with_its_hashes() -> None:
         host.fill(layer, torch.stack(blocks))
         assert all(torch.equal(host.block(layer, expert), block) for expert, block in enumerate(blocks))
     assert torch.equal(host.hashes, other.hashes)
+    again = host.hashes.clone()
+    for layer in BLOCKS:
+        host.hashes[host.row(layer)] = 0
+        host.seal_layer(layer, torch.device("cpu"))
+    assert torch.equal(host.hashes, again)
 
 
 def test_laying_pages_out_leaves_what_is_there() -> None:

@@ -78,7 +78,7 @@ class PagedFactory:
             return
         for expert in range(experts.num_experts):
             experts.format.pack(experts.read(expert), experts.shape, host.block(experts.layer, expert))
-            host.seal(experts.layer, expert)
+        host.seal_layer(experts.layer, source.device)
 
     def _open_store(self, device: torch.device) -> HostExperts:
         """Takes the host's memory, once it is clear that the machine has it, and pins it for a GPU. ConfigError where

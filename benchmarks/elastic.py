@@ -29,7 +29,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,6 +49,7 @@ Row = dict[str, Value]
 ELASTIC = "elastic"
 ASKED_SECONDS = 30.0
 """Phases of a full run; shorter ones call themselves reduced."""
+MOST_STEPS = 1 << 30
 ROOM_TOKENS = 1024
 """Beyond the longest prompt."""
 
@@ -138,7 +139,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prefill", type=int, nargs="*", default=[1024], help="prompts that are timed")
     parser.add_argument("--prefill-at", type=int, default=16, help="experts a layer meanwhile")
     parser.add_argument("--no-replay", action="store_true", help="do not count wrong tokens")
-    parser.add_argument("--replay-steps", type=int, default=1 << 30, help="so many of the elastic run's")
+    parser.add_argument("--replay-steps", type=int, default=MOST_STEPS, help="so many of the elastic run's")
     parser.add_argument("--merge", type=Path, nargs="+", help="only put these reports together")
     found: argparse.Namespace = parser.parse_args(arguments)
     return found
@@ -158,7 +159,9 @@ class Found:
     started_s: float = 0.0
 
 
-def measure(setup: Setup, options: argparse.Namespace) -> tuple[Found, list[RecordedStep], Routing | None]:
+def measure(
+    setup: Setup, options: argparse.Namespace, save: Callable[[Found], None]
+) -> tuple[Found, list[RecordedStep], Routing | None]:
     """All settings in turn on one engine, which is closed behind them, the elastic run's steps, and what routing was
     imposed."""
     found = Found()
@@ -172,6 +175,7 @@ def measure(setup: Setup, options: argparse.Namespace) -> tuple[Found, list[Reco
             found.runs[ELASTIC] = stage.run()
             found.facts = stage.recorder.facts(found.place_bytes)
             tell(ELASTIC, found.runs[ELASTIC])
+            save(found)
         fixed = {int(name.removeprefix("k")) for name in wanted if name != ELASTIC}
         timed = {options.prefill_at, found.num_experts} if options.prefill else set()
         for count in sorted(fixed | timed, reverse=True):
@@ -183,6 +187,7 @@ def measure(setup: Setup, options: argparse.Namespace) -> tuple[Found, list[Reco
             if count in fixed:
                 found.runs[f"k{count}"] = stage.run()
                 tell(f"k{count}", found.runs[f"k{count}"])
+            save(found)
     return found, stage.recorder.steps, stage.routing
 
 
@@ -266,18 +271,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
         publish(merge_parts([json.loads(path.read_text()) for path in options.merge]), options.json)
         return
     setup = make_setup(options)
-    found, steps, routing = measure(setup, options)
+
+    def save(found: Found) -> None:
+        """Each setting's figures at once: the rest may be cut off."""
+        if options.json is not None:
+            options.json.write_text(make_report(options, setup, found, None).as_json())
+
+    found, steps, routing = measure(setup, options, save)
+    replays = ELASTIC in found.runs and not options.no_replay
+    wrong = count_wrong(setup, steps[: options.replay_steps], routing) if replays else None
+    publish(make_report(options, setup, found, wrong), options.json)
+
+
+def make_report(options: argparse.Namespace, setup: Setup, found: Found, wrong_tokens: int | None) -> Report:
+    """What was found so far."""
     more = prefill_rows(found, options.prefill, options.prefill_at)
     if ELASTIC in found.runs:
-        wrong = None if options.no_replay else count_wrong(setup, steps[: options.replay_steps], routing)
-        more.append(elastic_row(found, wrong))
+        more.append(elastic_row(found, wrong_tokens))
     notes = [
         f"{options.seconds:g} s a phase; one engine, started in {found.started_s:.1f} s",
         f"experts come at {found.link_bytes_per_s / 1e9:.2f} GB/s"
         + ("; link simulated, computing modelled" if setup.link_bytes_per_s else ""),
     ]
+    if wrong_tokens is not None and options.replay_steps < MOST_STEPS:
+        notes.append(f"wrong_tokens: of the first {options.replay_steps} steps of the elastic run")
     rows = report_rows(found, setup.phases, more)
-    publish(Report("elastic", conditions_of(options), tuple(rows), tuple(notes)), options.json)
+    return Report("elastic", conditions_of(options), tuple(rows), tuple(notes))
 
 
 def least_places(run: Run, log: PhaseLog) -> float:

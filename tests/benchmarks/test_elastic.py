@@ -25,9 +25,9 @@ BRIEF = [
     "--long-tokens",
     "400",
     "--longs",
-    "3",
-    "--chats",
     "2",
+    "--chats",
+    "1",
     "--link-mb-per-s",
     "4000",
 ]

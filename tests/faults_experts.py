@@ -10,6 +10,7 @@ EXACT = "tests/worker/experts/test_paged_exactness.py"
 ENGINE = "tests/worker/experts/test_paged_engine.py"
 VERIFY = "tests/worker/experts/test_verify.py"
 KERNELS = "tests/kernels/test_triton_residency.py"
+FEW = "tests/kernels/test_triton_experts_few.py"
 GHOSTS = "tests/memory/test_ghosts.py"
 
 FAULTS = [
@@ -111,6 +112,22 @@ FAULTS = [
         old="return (owner == FREE) | ~self.frozen",
         new="return owner != BANNED",
         tests=(f"{RESIDENCY}::test_a_step_that_needs_more_than_the_places_freezes_the_set_until_it_shrinks",),
+    ),
+    Fault(
+        "kernels: odd columns of packed weights meet the inputs of even ones",
+        "kernels._triton.expert_spans",
+        old="within % 2 * 64 + place",
+        new="place",
+        tests=(f"{FEW}::test_products_of_a_few_tokens[64-192-int4]",),
+    ),
+    Fault(
+        "kernels: a stored block goes without its scales",
+        "kernels._triton.experts_single",
+        old="        if tl.program_id(0) >= row_tiles:\n",
+        new="        if tl.program_id(0) >= row_tiles:\n            return\n        if tl.program_id(0) < 0:\n",
+        tests=(
+            f"{FEW}::test_a_block_is_stored_whole_where_the_tee_points[fp8-kernels._triton.experts_single]",
+        ),
     ),
     Fault(
         "kernels: ages of use are those of the step before",

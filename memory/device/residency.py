@@ -111,16 +111,10 @@ class Residency:
     def fused_rules(self) -> fused.FusedRules:
         """The rules as the kernels want them told."""
         return fused.FusedRules(
-            base=self._base,
-            place_bytes=self._place_bytes,
-            is_lru=self._rules.policy == "lru",
-            freezes=self._rules.freezes,
-            decay=FREQUENCY_DECAY,
-            recency=RECENCY_WEIGHT,
-            frozen_margin=FROZEN_MARGIN,
-            thaw_share=THAW_SHARE,
-            ghost_shift=GHOST_SHIFT,
-        )
+            base=self._base, place_bytes=self._place_bytes, is_lru=self._rules.policy == "lru",
+            freezes=self._rules.freezes, decay=FREQUENCY_DECAY, recency=RECENCY_WEIGHT,
+            frozen_margin=FROZEN_MARGIN, thaw_share=THAW_SHARE, ghost_shift=GHOST_SHIFT,
+        )  # fmt: skip
 
     def tables(self) -> dict[str, torch.Tensor]:
         """The tables by the names that the fused kernel gives them; each with its entry for masked writes."""

@@ -25,8 +25,8 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Clients for ``seconds``; then no request begins, and the phase ends with its last one. What counts is what was
-    done in the ``seconds``.
+    """Clients for ``seconds``; what is under way then is aborted, and the phase ends when all have left. What counts is
+    what was done in the ``seconds``.
 
     Attributes:
         chats: clients that talk: a turn adds ``chat_tokens`` to the conversation and gets ``answer_tokens``.
@@ -130,6 +130,7 @@ class Driver:
         self._engine = engine
         self._prompt = prompt
         self._seed = seed
+        self._open: dict[str, PhaseLog] = {}
 
     async def run(self, phases: Sequence[Phase]) -> None:
         """All phases, one behind the other."""
@@ -146,6 +147,9 @@ class Driver:
             now = self.clock()
             if not self.places or now >= self.places[-1][0] + SAMPLE_S:
                 self.places.append((now, extra.get("expert_places", 0.0)))
+            for name, log in list(self._open.items()):
+                if now >= log.deadline_s:
+                    self._engine.abort(name)
             await asyncio.sleep(STALLED_S)
 
     async def _phase(self, phase: Phase) -> PhaseLog:
@@ -185,6 +189,7 @@ class Driver:
         sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
         began = last = self.clock()
         self._engine.submit(GenerateRequest(name, prompt, sampling))
+        self._open[name] = log
         answer: list[int] = []
         async for event in self._engine.stream(name):
             if event.error:
@@ -200,6 +205,7 @@ class Driver:
             answer += event.token_ids
             if now <= log.deadline_s:
                 log.output_tokens += len(event.token_ids)
+        del self._open[name]
         return tuple(answer)
 
 

@@ -19,7 +19,7 @@ from benchmarks.elasticity.stalls import StepFacts, max_stall_s
 
 BRIEF = [
     "--seconds",
-    "0.1",
+    "0.6",
     "--arena-mb",
     "16",
     "--long-tokens",
@@ -126,7 +126,7 @@ def test_the_whole_of_it(tmp_path: Path) -> None:
     assert figures["k_least"] < figures["k_before"]
     assert figures["prefill.t200.ttft_ms"] > 0
     assert figures["prefill.itl_p99_ratio"] > 0
-    assert "reduced: phases of 0.1 s" in written["conditions"]["batch"]
+    assert "reduced: phases of 0.6 s" in written["conditions"]["batch"]
     assert any("link simulated" in note for note in written["notes"])
 
 

@@ -71,7 +71,8 @@ def single_gate_up(
     zeros, zero_offset, bias,
     INNER: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, SIDE: tl.constexpr,
     HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, FACTOR: tl.constexpr,
-    ASM: tl.constexpr, TEE: tl.constexpr, PDL: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr,
+    ASM: tl.constexpr, TEE: tl.constexpr, PDL: tl.constexpr, ROWS: tl.constexpr, SPANS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """hidden [choices, I] = FACTOR * act(gate @ x, up @ x). A tile has ROWS / 2 rows of gate and of up, by eights."""
     CACHE: tl.constexpr = ".cg" if AHEAD else ""
@@ -107,16 +108,29 @@ def single_gate_up(
         cell_first = weight_row * CELLS
     acc = tl.zeros([ROWS, 8], tl.float32)
     column = tl.arange(0, 8)
-    for span in range(0, (BYTES + 63) // 64):
-        mask = words_inside(row_ok, span * 16, BYTES, 16)
-        words = words_at(base + gate_up, span * 16, weight_row, mask, BYTES, 16)
+    WORDS: tl.constexpr = 16 * SPANS
+    for step in range(0, (BYTES + 4 * WORDS - 1) // (4 * WORDS)):
+        mask = words_inside(row_ok, step * WORDS, BYTES, WORDS)
+        words = words_at(base + gate_up, step * WORDS, weight_row, mask, BYTES, WORDS)
         if TEE:
-            keep_words(target, words, span * 16, weight_row, mask, BYTES, 16)
-        value = (_same_inputs(x, span, WIDTH, KIND) * FACTOR).to(x.dtype.element_ty)
-        acc = weigh_span(
-            acc, words, value, span, row_ok, scales, cell_first, base + zeros, zero_offset, x, KIND, GROUP, CELLS,
-            HAS_ZEROS, ASM, ROWS, 4,
-        )  # fmt: skip
+            keep_words(target, words, step * WORDS, weight_row, mask, BYTES, WORDS)
+        value = (_same_inputs(x, step * SPANS, WIDTH, KIND) * FACTOR).to(x.dtype.element_ty)
+        if SPANS == 1:
+            acc = weigh_span(
+                acc, words, value, step, row_ok, scales, cell_first, base + zeros, zero_offset, x, KIND, GROUP, CELLS,
+                HAS_ZEROS, ASM, ROWS, 4,
+            )  # fmt: skip
+        else:
+            first, second = tl.split(tl.permute(tl.reshape(words, [ROWS, 2, 16]), (0, 2, 1)))
+            acc = weigh_span(
+                acc, first, value, 2 * step, row_ok, scales, cell_first, base + zeros, zero_offset, x, KIND, GROUP,
+                CELLS, HAS_ZEROS, ASM, ROWS, 4,
+            )  # fmt: skip
+            value = (_same_inputs(x, 2 * step + 1, WIDTH, KIND) * FACTOR).to(x.dtype.element_ty)
+            acc = weigh_span(
+                acc, second, value, 2 * step + 1, row_ok, scales, cell_first, base + zeros, zero_offset, x, KIND, GROUP,
+                CELLS, HAS_ZEROS, ASM, ROWS, 4,
+            )  # fmt: skip
     both = tl.permute(tl.reshape(acc, [ROWS // 16, 2, 8, 8]), (0, 2, 3, 1))
     gate, up = tl.split(both)
     out_row = (
@@ -227,20 +241,20 @@ def single_down(
 
 @dataclass(frozen=True, slots=True)
 class SingleTiles:
-    """Rows of a program of the first launch and its stages; rows of the second, choices it takes at once, and spans it
+    """Rows of a program of the first launch, spans of its step and its stages; rows of the second, choices it takes at once, and spans it
     reads before the first launch's results are there."""
 
     up_rows: int
-    up_warps: int
+    up_spans: int
     up_stages: int
     down_rows: int
     down_ahead: int
 
 
 TILES = {
-    FP8_BLOCK: SingleTiles(16, 1, 5, 2, 6),
-    INT4: SingleTiles(16, 1, 5, 2, 6),
-    MXFP4: SingleTiles(16, 1, 5, 2, 6),
+    FP8_BLOCK: SingleTiles(16, 2, 4, 2, 6),
+    INT4: SingleTiles(16, 2, 4, 2, 6),
+    MXFP4: SingleTiles(16, 2, 4, 2, 6),
 }
 
 
@@ -270,8 +284,8 @@ def run_experts(
         x, hidden, table, copies, experts, behind, *places, limit, alpha, block.gate_up, block.gate_scales,
         block.up_scales, block.gate_up_zeros, block.zero_offset, block.gate_up_bias, GROUP=groups[0],
         HAS_ZEROS=block.gate_up_zeros >= 0, HAS_BIAS=block.gate_up_bias >= 0, ACTIVATION=activation,
-        FACTOR=HALF_WAY[block.kind], ROWS=tiles.up_rows, AHEAD=ahead is not None,
-        num_warps=tiles.up_warps, num_stages=tiles.up_stages,
+        FACTOR=HALF_WAY[block.kind], ROWS=tiles.up_rows, SPANS=tiles.up_spans, AHEAD=ahead is not None,
+        num_warps=1, num_stages=tiles.up_stages,
         **shared,
     )  # fmt: skip
     choices = min(8, triton.next_power_of_2(per_token))

@@ -32,7 +32,7 @@ FORMATS: dict[str, Any] = {
 SIZES = [(64, 192)]
 LARGE = [(256, 96), (256, 192), (2880, 2880)]
 NUM_EXPERTS, PER_TOKEN = 5, 3
-WIDE = experts_single.SingleTiles(128, 1, 1, 64, 2)
+WIDE = experts_single.SingleTiles(128, 2, 1, 64, 2)
 """The interpreter takes its time per program: few of them."""
 
 

@@ -241,8 +241,8 @@ def single_down(
 
 @dataclass(frozen=True, slots=True)
 class SingleTiles:
-    """Rows of a program of the first launch, spans of its step and its stages; rows of the second, choices it takes at once, and spans it
-    reads before the first launch's results are there."""
+    """Rows of a program of the first launch, spans of its step and its stages; rows of the second (of each choice), and
+    the spans it has under way, at first before the results of the first are there."""
 
     up_rows: int
     up_spans: int

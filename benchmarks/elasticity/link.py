@@ -140,8 +140,8 @@ class LinkedPass(LaunchedPass):
         self._free_s = max(self._ready_s, default=self._free_s)
 
     def advance(self, seconds: float | None) -> bool:
-        """A layer at a time, each behind the link; with ``seconds`` none where it is still at work, and no more behind
-        the first than end in time."""
+        """A layer at a time, each behind the link; with ``seconds`` none where it is still at work, and as many
+        as come nearest to them."""
         runner = self._linked
         began_s = runner.clock()
         while True:
@@ -156,7 +156,7 @@ class LinkedPass(LaunchedPass):
             self._fill()
             if ended:
                 runner.end_linked()
-            if ended or (seconds is not None and runner.clock() + self._layer_s > began_s + seconds):
+            if ended or (seconds is not None and runner.clock() + self._layer_s / 2 > began_s + seconds):
                 return ended
 
     def collect(self) -> StepResult:

@@ -32,12 +32,12 @@ class LayerPace:
         self._slice = None
 
     def layers(self, seconds: float) -> int:
-        """Layers for ``seconds``, at least one."""
+        """Layers that come nearest to ``seconds``, at least one."""
         if self._slice is not None and self._slice[1].query():
             first, last, count = self._slice
             self._layer_s = first.elapsed_time(last) / 1e3 / count
             self._slice = None
-        return max(1, int(seconds / self._layer_s)) if self._layer_s else 1
+        return max(1, round(seconds / self._layer_s)) if self._layer_s else 1
 
     def begin(self) -> tuple[float, torch.cuda.Event | None]:
         """A slice begins."""

@@ -206,13 +206,14 @@ def test_the_pace_of_layers_is_kept_from_pass_to_pass(monkeypatch: pytest.Monkey
     pace.begin_pass(100)
     assert pace.layers(10.0) == 1, "nothing is known yet"
     pace.end(pace.begin(), 4)
-    assert pace.layers(1.05) == 10
+    assert pace.layers(1.04) == 10
+    assert pace.layers(1.06) == 11
     pace.begin_pass(50)
-    assert pace.layers(1.05) == 10, "the link may be what takes the time"
+    assert pace.layers(1.04) == 10, "the link may be what takes the time"
     pace.begin_pass(200)
-    assert pace.layers(1.05) == 2
+    assert pace.layers(0.9) == 2
     pace.end(pace.begin(), 1)
-    assert pace.layers(1.05) == 3
+    assert pace.layers(0.9) == 3
 
 
 def test_the_size_of_a_pass_is_the_links() -> None:

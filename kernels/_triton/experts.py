@@ -33,6 +33,8 @@ __all__ = ["CLAMPED_SWIGLU", "DENSE", "FP8_BLOCK", "INT4", "MXFP4", "SILU", "Blo
 SILU, CLAMPED_SWIGLU = 0, 1
 DECODE_TOKENS = 64
 """Up to so many tokens a launch is bound by reading weights, beyond it by multiplying."""
+FEW_PER_EXPERT = 24
+"""Tokens that an expert has on average up to which ``experts_few`` reads weights for sixteen of them at a time."""
 MAX_SHARING = 8
 """Programs that share an expert's tokens at most; each loops over the rest."""
 
@@ -267,7 +269,8 @@ def run_experts(
         return experts_wide.run_experts(
             x, weights, experts, table, block, inner, activation, limit, alpha, tee
         )
-    if not (single or tiles) and experts_few.serves(x, block, inner):
+    few = deterministic or tokens * experts.shape[1] <= FEW_PER_EXPERT * len(table)
+    if few and not (single or tiles) and experts_few.serves(x, block, inner):
         return experts_few.run_experts(
             x, weights, experts, table, block, inner, activation, limit, alpha, tee
         )

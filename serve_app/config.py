@@ -76,7 +76,11 @@ class AppArgs(BaseModel):
     )
     cpus_per_worker: float = Field(default=0.0, ge=0.0, description="CPUs that Ray reserves per worker.")
     cpus_per_router: float = Field(default=0.0, ge=0.0, description="CPUs that Ray reserves per router.")
-    max_queue: int = Field(default=256, ge=0, description="Requests that may wait in a router for a worker.")
+    max_queue: int = Field(
+        default=256,
+        ge=1,
+        description="Requests that may wait in a router for a worker; each passes through, if only for a moment.",
+    )
     queue_timeout_s: float = Field(default=60.0, gt=0, description="A request that waited so long gets 429.")
     request_timeout_s: float = Field(
         default=600.0, gt=0, description="A request that has not ended after so long ends with an error."

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from serve_app.http.schemas import ChatMessage, ContentPart
+from serve_app.http.schemas import ChatMessage, ContentPart, check_json
 from worker.errors import InvalidRequest
 
 _TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")
@@ -67,6 +67,7 @@ def tool_arguments(arguments: str | Mapping[str, Any] | None, where: str) -> Map
         return arguments
     try:
         found = json.loads(arguments)
+        check_json(found)
     except ValueError as error:
         raise InvalidRequest(f"{where}.function.arguments", f"The arguments are not JSON: {error}") from error
     except RecursionError as error:

@@ -17,6 +17,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_CHOICES = 128
 DEFAULT_COMPLETION_TOKENS = 16
+MAX_DEPTH = 200
+"""Levels of lists and objects in a body: what walks through them must not run out of stack."""
 
 _T = TypeVar("_T")
 TokenId = Annotated[StrictInt, Field(ge=0, lt=2**31)]
@@ -34,12 +36,12 @@ class Lenient(BaseModel):
 
 
 class RequestBody(Lenient):
-    """A whole body: no text in it, at any depth, is one that cannot be encoded."""
+    """A whole body: no text in it, at any depth, is one that cannot be encoded, and no depth is too large."""
 
     @model_validator(mode="before")
     @classmethod
     def _texts_are_unicode(cls, body: Any) -> Any:
-        check_unicode(body)
+        check_json(body)
         return body
 
 
@@ -274,8 +276,11 @@ class ChatRequest(SamplingFields):
         return self.top_logprobs or 0
 
 
-def check_unicode(value: Any) -> None:
-    """Raises ValueError if a text in a JSON value holds half of a surrogate pair: JSON can write it, UTF-8 cannot."""
+def check_json(value: Any, depth: int = MAX_DEPTH) -> None:
+    """Raises ValueError if a text in a JSON value holds half of a surrogate pair (JSON can write it, UTF-8 cannot), or
+    if more than ``depth`` lists and objects lie in each other."""
+    if depth < 0:
+        raise ValueError(f"the body is nested deeper than {MAX_DEPTH} levels")
     if isinstance(value, str):
         try:
             value.encode()
@@ -283,11 +288,11 @@ def check_unicode(value: Any) -> None:
             raise ValueError("a text in the body holds half of a surrogate pair") from None
     elif isinstance(value, list):
         for entry in value:
-            check_unicode(entry)
+            check_json(entry, depth - 1)
     elif isinstance(value, dict):
         for name, entry in value.items():
-            check_unicode(name)
-            check_unicode(entry)
+            check_json(name)
+            check_json(entry, depth - 1)
 
 
 def _or(value: _T | None, default: _T) -> _T:

@@ -220,12 +220,39 @@ def test_deep_nesting_is_refused_and_not_an_error(folder: Path, depth: int) -> N
         + b"}" * depth
         + b"}}}",
     ]
+    deep = b'{"a":' * depth + b"1" + b"}" * depth
+    function = b'"function": {"name": "f", "%s": %s}'
+    as_text = json.dumps(deep.decode()).encode()
+    bodies += [
+        b'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": %s}' % deep,
+        b'{"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", %s}]}'
+        % (function % (b"parameters", deep)),
+        *(
+            b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [{"id": "c", %s}]}]}'
+            % (function % (b"arguments", arguments))
+            for arguments in (deep, as_text)
+        ),
+    ]
 
     async def run() -> None:
         async with running_cluster(folder) as cluster:
-            for path, body in zip([*ROUTES[:1], *ROUTES[:1], "/v1/responses"], bodies, strict=True):
+            chat = ROUTES[:1]
+            for path, body in zip([*chat, *chat, "/v1/responses", *chat * 4], bodies, strict=True):
                 headers = {"content-type": "application/json"}
                 response = await cluster.client.post(path, content=body, headers=headers)
                 assert response.status_code in (200, 400), response.text[:300]
+
+    asyncio.run(run())
+
+
+def test_half_a_surrogate_pair_in_the_text_of_arguments_is_refused(folder: Path) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}
+    messages = [*USER, {"role": "assistant", "tool_calls": [call]}]
+
+    async def run() -> None:
+        async with running_cluster(folder) as cluster:
+            response = await cluster.client.post(ROUTES[0], json={"messages": messages})
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] == "messages.1.tool_calls.0.function.arguments"
 
     asyncio.run(run())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import time
 import uuid
 from collections.abc import Sequence
@@ -74,25 +75,43 @@ def chat_logprobs(text: TextModel, logprobs: Sequence[TokenLogprobs]) -> dict[st
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(text: TextModel, logprobs: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
-    """``logprobs`` of a completion choice; ``offset``: characters of the answer before these tokens."""
-    tokens = [text.piece(entry.token_id) for entry in logprobs]
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
-    return {
-        "tokens": tokens,
-        "token_logprobs": [entry.logprob for entry in logprobs],
-        "top_logprobs": [
-            {
-                text.piece(token_id): logprob
-                for token_id, logprob in ((entry.token_id, entry.logprob), *entry.top)
-            }
-            for entry in logprobs
-        ],
-        "text_offset": offsets,
-    }
+class CompletionLogprobs:
+    """``logprobs`` of a completion choice as it grows. ``text_offset`` counts the characters that the tokens before
+    spell: half a character counts with the token that ends it."""
+
+    def __init__(self, text: TextModel) -> None:
+        self._text = text
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._offset = 0
+
+    def body(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """Those of its next tokens."""
+        return {
+            "tokens": [_piece(self._text, entry.token_id) for entry in logprobs],
+            "token_logprobs": [entry.logprob for entry in logprobs],
+            "top_logprobs": [
+                {
+                    _piece(self._text, token_id): logprob
+                    for token_id, logprob in ((entry.token_id, entry.logprob), *entry.top)
+                }
+                for entry in logprobs
+            ],
+            "text_offset": [self._pass(entry.token_id) for entry in logprobs],
+        }
+
+    def _pass(self, token_id: int) -> int:
+        before = self._offset
+        self._offset += len(self._decoder.decode(self._text.bytes_of(token_id)))
+        return before
+
+
+def _piece(text: TextModel, token_id: int) -> str:
+    """A token's text; ``bytes:\\xe2\\x82`` for what is no whole character, so that no two of them look alike."""
+    try:
+        text.bytes_of(token_id).decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in text.bytes_of(token_id))
+    return text.piece(token_id)
 
 
 def _named(text: TextModel, token_id: int, logprob: float) -> dict[str, Any]:

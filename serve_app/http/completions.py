@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any, cast
 
-from serve_app.http.answers import AnswerIdentity, UsageCount, completion_logprobs
+from serve_app.http.answers import AnswerIdentity, CompletionLogprobs, UsageCount
 from serve_app.http.backend import ServedModel
 from serve_app.http.choices import AnswerPlan, Answers
 from serve_app.http.schemas import DEFAULT_COMPLETION_TOKENS, CompletionRequest
@@ -46,13 +46,11 @@ async def completion_chunks(
     """The chunks of a streamed completion."""
     head = AnswerIdentity.new("cmpl-", model.name).head(KIND)
     usage = UsageCount(plan.num_prompt_tokens)
-    lengths: dict[int, int] = {}
+    logprobs: dict[int, CompletionLogprobs] = {}
     plain: dict[int, EventTemplate] = {}
     async with aclosing(cast("Any", answers)):
         async for index, piece in answers:
             usage.add(index, piece)
-            offset = lengths.get(index, 0)
-            lengths[index] = offset + len(piece.text)
             if not (piece.text or piece.logprobs or piece.finish_reason):
                 continue
             if body.logprobs is None and piece.finish_reason is None:
@@ -62,7 +60,8 @@ async def completion_chunks(
                 continue
             choice = _choice(index, piece.text, piece.finish_reason)
             if body.logprobs is not None:
-                choice["logprobs"] = completion_logprobs(model.text, piece.logprobs, offset)
+                written = logprobs.setdefault(index, CompletionLogprobs(model.text))
+                choice["logprobs"] = written.body(piece.logprobs)
             yield {**head, "choices": [choice]}
     if body.wants_usage():
         yield {**head, "choices": [], "usage": usage.body()}
@@ -74,12 +73,13 @@ async def completion_body(
     """The body of a completion that is not streamed."""
     usage = UsageCount(plan.num_prompt_tokens)
     choices = [_choice(index, "", None) for index in range(len(plan.prompts) * plan.num_choices)]
+    logprobs = [CompletionLogprobs(model.text) for _ in choices]
     async with aclosing(cast("Any", answers)):
         async for index, piece in answers:
             usage.add(index, piece)
             choice = choices[index]
             if body.logprobs is not None:
-                _extend_logprobs(choice, completion_logprobs(model.text, piece.logprobs, len(choice["text"])))
+                _extend_logprobs(choice, logprobs[index].body(piece.logprobs))
             choice["text"] += piece.text
             choice["finish_reason"] = piece.finish_reason
     head = AnswerIdentity.new("cmpl-", model.name).head(KIND)

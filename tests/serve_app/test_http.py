@@ -175,6 +175,20 @@ def test_logprobs_have_one_entry_per_token_of_text(folder: Path) -> None:
     assert len(logprobs["token_logprobs"]) == len(logprobs["top_logprobs"]) == 5
 
 
+@pytest.mark.parametrize("stop", [None, ["€c"]])
+def test_offsets_count_characters_and_not_their_parts(tmp_path: Path, stop: list[str] | None) -> None:
+    folder = write_model_folder(tmp_path / "model", script=scripted("a€b€d"), tokenizer=byte_tokenizer())
+    body = {"prompt": "x", "logprobs": 2, "max_tokens": 9, "stop": stop}
+    logprobs = post(folder, body, "/v1/completions").json()["choices"][0]["logprobs"]
+    assert logprobs["tokens"][:5] == ["a", "bytes:\\xe2", "bytes:\\x82", "bytes:\\xac", "b"]
+    assert logprobs["text_offset"] == [0, 1, 1, 1, 2, 3, 3, 3, 4]
+    assert all(len(top) >= 2 for top in logprobs["top_logprobs"])
+    streamed = post(folder, {**body, "stream": True}, "/v1/completions").text
+    chunks = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
+    offsets = [n for chunk in chunks for n in chunk["choices"][0]["logprobs"]["text_offset"]]
+    assert offsets == logprobs["text_offset"]
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -224,6 +238,24 @@ def test_a_body_that_is_no_json_object_is_a_400(folder: Path, raw: bytes) -> Non
     response = served(folder, use)
     assert response.status_code == 400
     assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_a_stop_string_ends_says_what_was_cached(tmp_path: Path, stream: bool) -> None:
+    script = scripted(ANSWER, prefix_blocks=16, tokens_per_s=500.0)
+    folder = write_model_folder(tmp_path / "cached", script=script, max_model_len=1024)
+    body = {"model": "fake-model", "prompt": "x" * 300, "max_tokens": 20, "stream": stream}
+    options = {"stream_options": {"include_usage": True}} if stream else {}
+
+    async def use(cluster: Cluster) -> list[int]:
+        found = []
+        for stop in ([], [], ["zebra"]):
+            answer = await cluster.client.post("/v1/completions", json={**body, **options, "stop": stop})
+            said = json.loads(sse_chunks(answer.text)[-2]) if stream else answer.json()
+            found.append(said["usage"]["prompt_tokens_details"]["cached_tokens"])
+        return found
+
+    assert served(folder, use) == [0, 256, 256]
 
 
 def test_a_body_without_the_header_of_json_is_told_which(folder: Path) -> None:

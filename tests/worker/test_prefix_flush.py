@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from contextlib import closing
 from typing import Any
 
 import pytest
 
+from tests.helpers.fake_runner import FakeRunner, full_spec
 from tests.worker.test_native_engine import on_fake_runner, read
 from worker.api import GenerateRequest, SamplingParams
+from worker.config import WorkerConfig
 from worker.engines.native import NativeEngine
 from worker.errors import EngineDead
+from worker.scheduling.step import StepPlan, StepResult
 
 PROMPT = tuple(range(1, 200))
 
@@ -64,3 +69,37 @@ def test_a_closed_engine_flushes_nothing() -> None:
     engine.close()
     with pytest.raises(EngineDead):
         engine.flush_prefix_cache()
+
+
+class _SlowEnd(FakeRunner):
+    """Works on its first step for a while, and then fails or not."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__((full_spec(),))
+        self.begun = threading.Event()
+        self._fails = fails
+
+    def launch(self, plan: StepPlan) -> StepResult:
+        if plan.num_rows and not self.begun.is_set():
+            self.begun.set()
+            time.sleep(0.2)
+            if self._fails:
+                raise RuntimeError("planted failure")
+        return super().launch(plan)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_who_waits_for_a_flush_hears_of_the_end_at_once(fails: bool) -> None:
+    runner = _SlowEnd(fails)
+    config = WorkerConfig(model="fake", arena_bytes=1 << 20, max_model_len=8192)
+    engine = NativeEngine(config, lambda _: runner)
+    engine.submit(GenerateRequest("r", (1, 2, 3)))
+    runner.begun.wait(5)
+    closing = threading.Timer(0.05, engine.close)
+    if not fails:
+        closing.start()
+    started_s = time.monotonic()
+    with pytest.raises(EngineDead, match="planted failure" if fails else "closed"):
+        engine.flush_prefix_cache()
+    assert time.monotonic() - started_s < 5
+    engine.close()

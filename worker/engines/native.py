@@ -282,6 +282,7 @@ class NativeEngine:
             self._changed.notify()
         self._thread.join()
         if not already:
+            self._fail_flushes("The engine is closed.")
             self._streams.finish_all(FinishReason.ABORT)
             self._experts = None
             self._runner.close()
@@ -334,7 +335,8 @@ class NativeEngine:
                 return False
             changed = self._has_orders()
             while self._flushes:
-                self._flushes.popleft().set_result(self._ledger.flush())
+                self._flushes[0].set_result(self._ledger.flush())
+                self._flushes.popleft()
             while self._submitted:
                 self._scheduler.submit(self._submitted.popleft())
             events: list[TokenEvent] = []
@@ -376,7 +378,14 @@ class NativeEngine:
             self._submitted.clear()
             self._scheduler.forget_all()
             self._snapshot = replace(self._snapshot, num_running=0, num_waiting=0, waiting_tokens=0)
+        self._fail_flushes(error)
         self._streams.finish_all(FinishReason.ERROR, error)
+
+    def _fail_flushes(self, error: str) -> None:
+        """Nobody will turn for those who wait: they need not find out by waiting on."""
+        with self._changed:
+            while self._flushes:
+                self._flushes.popleft().set_exception(EngineDead(error))
 
 
 def _arena_bytes(config: WorkerConfig, runner: Runner) -> int:

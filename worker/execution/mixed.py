@@ -146,6 +146,23 @@ class _Fields:
         return {name: values[span].view(shape) for name, span, shape in self._parts}
 
 
+def _enter_chunks(plan: StepPlan, parts: dict[str, IntArray]) -> None:
+    """Enters how the chunks' tokens are shared out among rows and among the pieces of linear attention."""
+    lengths = plan.query_len[plan.num_decode_rows :]
+    count, total = len(lengths), int(lengths.sum())
+    parts["start"][count:] = total
+    parts["start"][:count] = np.cumsum(lengths) - lengths
+    parts["token_row"][:] = -1
+    parts["token_row"][:total] = np.repeat(np.arange(count), lengths)
+    pieces = -(-lengths // CHUNK_TOKENS)
+    index = parts["chunk_index"]
+    index[:, 1] = len(index)  # past any row's end
+    used = int(pieces.sum())
+    index[:used, 0] = np.repeat(np.arange(count), pieces)
+    index[:used, 1] = np.arange(used) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    parts["first_chunk"][:count] = np.cumsum(pieces) - pieces
+
+
 class MixedSteps:
     """The inputs and outputs of steps with chunks, and the pass between them.
 
@@ -227,7 +244,7 @@ class MixedSteps:
         parts["position"][place], parts["live"][place] = position, 1
         last = place[first + plan.query_len - 1][plan.samples]
         parts["sample"][: len(last)] = last
-        self._fill_chunks(plan, parts, rows)
+        _enter_chunks(plan, parts)
         row_place = np.arange(plan.num_rows)
         row_place[decode:] += rows - decode
         fresh = self._fill_states(plan, parts, row_place, uploads)
@@ -246,22 +263,6 @@ class MixedSteps:
             held[:decode, :width].copy_(table[:decode, :width])
             held[rows : rows + plan.num_rows - decode, :width].copy_(table[decode:, :width])
         return slots
-
-    def _fill_chunks(self, plan: StepPlan, parts: dict[str, IntArray], rows: int) -> None:
-        """Enters how the chunks' tokens are shared out among rows and among the pieces of linear attention."""
-        lengths = plan.query_len[plan.num_decode_rows :]
-        count, total = len(lengths), int(lengths.sum())
-        parts["start"][count:] = total
-        parts["start"][:count] = np.cumsum(lengths) - lengths
-        parts["token_row"][:] = -1
-        parts["token_row"][:total] = np.repeat(np.arange(count), lengths)
-        pieces = -(-lengths // CHUNK_TOKENS)
-        index = parts["chunk_index"]
-        index[:, 1] = len(index)  # past any row's end
-        used = int(pieces.sum())
-        index[:used, 0] = np.repeat(np.arange(count), pieces)
-        index[:used, 1] = np.arange(used) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-        parts["first_chunk"][:count] = np.cumsum(pieces) - pieces
 
     def _fill_states(
         self, plan: StepPlan, parts: dict[str, IntArray], row_place: IntArray, uploads: Uploads

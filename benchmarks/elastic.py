@@ -5,6 +5,7 @@
     python -m benchmarks.elastic --model qwen3-30b-a3b --format fp8 --device cuda --arena-mb 34000
                                  --settings elastic k24 k40 k64 k92 k128 --seconds 30 --long-tokens 65536
                                  --prefill 8192 32768 --prefill-at 40 --max-running 64 --step-tokens 2048 --no-replay
+    python -m benchmarks.elastic --settings --prefill 8192 32768 --prefill-at 40 ...   (prompts beside streams only)
     python -m benchmarks.elastic --merge PART.json PART.json ... --json FILE
 
 Every row is a phase, in tokens a second (output, and prompts as far as they were computed): ``elastic``, and ``k<n>``
@@ -127,7 +128,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--format", default="bf16", help="of a shape's experts: bf16, fp8, int4, mxfp4")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--arena-mb", type=int, default=30)
-    parser.add_argument("--settings", nargs="+", default=[ELASTIC, "k8", "k16", "k24"])
+    parser.add_argument("--settings", nargs="*", default=[ELASTIC, "k8", "k16", "k24"])
     parser.add_argument("--seconds", type=float, default=8.0, help="of a phase")
     parser.add_argument("--chats", type=int, default=4, help="clients that talk")
     parser.add_argument("--longs", type=int, default=6, help="clients of a burst")
@@ -234,7 +235,7 @@ def elastic_row(found: Found, wrong_tokens: int | None) -> Row:
 def report_rows(found: Found, phases: Sequence[Phase], more: Sequence[Row]) -> list[Row]:
     """All rows with all columns, those of other rows empty."""
     rows: list[Row] = []
-    for at, phase in enumerate(phases):
+    for at, phase in enumerate(phases if found.runs else ()):
         by_setting = {name: run.rates[at] for name, run in found.runs.items()}
         rows.append({"phase": phase.name, **by_setting, **versus_best(by_setting)})
     rows += more
@@ -252,7 +253,8 @@ def conditions_of(options: argparse.Namespace) -> Conditions:
     """Under which the figures hold."""
     real = options.model == "demo"
     layers = f", {options.layers} layers" if options.layers else ""
-    reduced = "" if options.seconds >= ASKED_SECONDS else f"; reduced: phases of {options.seconds:g} s"
+    short = options.settings and options.seconds < ASKED_SECONDS
+    reduced = f"; reduced: phases of {options.seconds:g} s" if short else ""
     return Conditions(
         model=f"{options.model}{layers}, experts in {options.format}, arena of {options.arena_mb} MB",
         weights="trained" if real else "random",
@@ -274,7 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     def save(found: Found) -> None:
         """Each setting's figures at once: the rest may be cut off."""
-        if options.json is not None:
+        if options.json is not None and (found.runs or options.prefill_at in found.prefills):
             options.json.write_text(make_report(options, setup, found, None).as_json())
 
     found, steps, routing = measure(setup, options, save)

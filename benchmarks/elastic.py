@@ -37,7 +37,7 @@ from pathlib import Path
 
 from benchmarks.elasticity.merge import merge_parts
 from benchmarks.elasticity.phases import Phase, PhaseLog, Prompt, recovered_s
-from benchmarks.elasticity.prefill import PrefillTimes
+from benchmarks.elasticity.prefill import NUM_STREAMS, PrefillTimes
 from benchmarks.elasticity.routing import ImposedRouting, Routing
 from benchmarks.elasticity.stage import Run, Setup, Stage, count_wrong
 from benchmarks.elasticity.stalls import StepFacts, max_stall_s
@@ -253,15 +253,18 @@ def conditions_of(options: argparse.Namespace) -> Conditions:
     """Under which the figures hold."""
     real = options.model == "demo"
     layers = f", {options.layers} layers" if options.layers else ""
-    short = options.settings and options.seconds < ASKED_SECONDS
-    reduced = f"; reduced: phases of {options.seconds:g} s" if short else ""
+    reduced = f"; reduced: phases of {options.seconds:g} s" if options.seconds < ASKED_SECONDS else ""
+    batch = f"{options.chats} chats, {options.longs} long prompts at once{reduced}"
+    context = f"chats to about 500 tokens; prompts of {options.long_tokens // 2}-{options.long_tokens}"
+    if not options.settings:
+        batch, context = f"a prompt beside {NUM_STREAMS} streams", "as named"
     return Conditions(
         model=f"{options.model}{layers}, experts in {options.format}, arena of {options.arena_mb} MB",
         weights="trained" if real else "random",
         prompts="pieces of this repository's texts" if real else "random ids; experts imposed, calibrated",
         cache="prefix cache on, cold; experts warmed by chats; conversations of 4 turns",
-        batch=f"{options.chats} chats, {options.longs} long prompts at once{reduced}",
-        context=f"chats to about 500 tokens; prompts of {options.long_tokens // 2}-{options.long_tokens}",
+        batch=batch,
+        context=context,
         resident="elastic, and K fixed as named, in falling order on one engine",
     )
 

@@ -76,7 +76,7 @@ FAULTS = [
     Fault(
         "texts that no encoding can carry are let in",
         "serve_app.http.schemas",
-        old="        check_unicode(body)\n        return body",
+        old="        check_json(body)\n        return body",
         new="        return body",
         tests=(
             "tests/serve_app/test_robustness.py::test_a_corpus_of_malformed_bodies_brings_no_5xx_and_no_hang",

@@ -110,9 +110,10 @@ class Run:
             except Exception as error:
                 traceback.print_exc()
                 self.failures.append(f"{model} failed: {type(error).__name__}: {error}")
-            gc.collect()
-            torch.cuda.empty_cache()
-            self._publish(models[: number + 1])
+            finally:  # also where the run is interrupted
+                gc.collect()
+                torch.cuda.empty_cache()
+                self._publish(models[: number + 1])
 
     def _measure(self, name: str) -> None:
         model, _, format = name.rpartition(".")

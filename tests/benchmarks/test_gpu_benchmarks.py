@@ -125,6 +125,9 @@ def test_a_model_that_fails_is_noted_and_the_others_go_on(tmp_path: Path) -> Non
             seen.append(name)
             if name == "a.bf16":
                 raise ValueError("no")
+            if name == "d.bf16":
+                self.tables[0].rows.append({"case": name, "share": 0.25})  # type: ignore[attr-defined]
+                raise KeyboardInterrupt
             self.tables[0].rows.append({"case": name, "share": 0.5})  # type: ignore[attr-defined]
 
     run = Measured([DecodeTable()], Rates(4e12, 8e14), tmp_path)
@@ -134,6 +137,10 @@ def test_a_model_that_fails_is_noted_and_the_others_go_on(tmp_path: Path) -> Non
     assert written["figures"] == {"b.bf16.share": 0.5, "c.bf16.share": 0.5}
     assert written["notes"][-1] == "a.bf16 failed: ValueError: no"
     assert written["conditions"]["commit"]
+    with pytest.raises(KeyboardInterrupt):
+        run.measure(["d.bf16", "b.bf16"])
+    written = json.loads((tmp_path / "decode_speed.json").read_text())
+    assert written["figures"]["d.bf16.share"] == 0.25, "an interrupted run keeps what it has"
 
 
 def test_experts_are_drawn_by_place_and_counted() -> None:

@@ -102,8 +102,9 @@ class Run:
     options: EngineOptions = field(default_factory=EngineOptions)
     failures: list[str] = field(default_factory=list)
 
-    def measure(self, models: Sequence[str]) -> None:
-        """Starts every model, MODEL.FORMAT, once. A model that fails is noted, and the others go on."""
+    def measure(self, models: Sequence[str], before: Sequence[str] = ()) -> None:
+        """Starts every model, MODEL.FORMAT, once. A model that fails is noted, and the others go on. ``before``: those
+        that the tables have rows of already."""
         for number, model in enumerate(models):
             try:
                 self._measure(model)
@@ -113,7 +114,7 @@ class Run:
             finally:  # also where the run is interrupted
                 gc.collect()
                 torch.cuda.empty_cache()
-                self._publish(models[: number + 1])
+                self._publish([*before, *models[: number + 1]])
 
     def _measure(self, name: str) -> None:
         model, _, format = name.rpartition(".")

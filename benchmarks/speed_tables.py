@@ -2,8 +2,8 @@
 
     python -m benchmarks.speed_tables --models qwen3-30b-a3b.bf16 qwen3.5-4b.bf16 --folder benchmarks/results/h200
 
-Writes ``decode_speed.json`` and ``prefill_speed.json`` after every model. With ``--deterministic-models``, those are
-started again with ``deterministic=true``, and the table says how much slower 64 rows decode
+Writes ``decode_speed.json`` and ``prefill_speed.json`` after every model. With ``--deterministic-models``, those come
+first and are started again with ``deterministic=true``, and the table says how much slower 64 rows decode
 (``<case>.deterministic.deterministic_cost``).
 """
 
@@ -69,19 +69,20 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--contexts", nargs="+", default=list(CONTEXTS), choices=sorted(CONTEXTS))
     parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS, help="of prompts; none: no prefill")
-    parser.add_argument("--deterministic-models", nargs="*", default=[], help="MODEL.FORMAT")
+    parser.add_argument("--deterministic-models", nargs="*", default=[], help="some of the models")
     options = parser.parse_args()
     rates = Rates.measured()
     decode = DecodeTable(options.batches, options.contexts)
     tables: list[Table] = [decode]
     if options.tokens:
         tables.append(PrefillTable(options.tokens))
-    plain = EngineOptions(options.attention_backend)
-    Run(tables, rates, options.folder, plain).measure(options.models)
-    if options.deterministic_models:
-        costs = CostTable(decode, options.models)
-        alike = EngineOptions(deterministic=True)
-        Run([costs], rates, options.folder, alike).measure(options.deterministic_models)
+    compared = [model for model in options.models if model in options.deterministic_models]
+    others = [model for model in options.models if model not in compared]
+    plain = Run(tables, rates, options.folder, EngineOptions(options.attention_backend))
+    plain.measure(compared)
+    costs = [CostTable(decode, compared)]
+    Run(costs, rates, options.folder, EngineOptions(deterministic=True)).measure(compared)
+    plain.measure(others, compared)
 
 
 if __name__ == "__main__":

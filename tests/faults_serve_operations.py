@@ -142,9 +142,18 @@ FAULTS = [
     Fault(
         "operations: a flush flushes nothing",
         "worker.engines.native",
-        old="self._flushes.popleft().set_result(self._ledger.flush())",
-        new="self._flushes.popleft().set_result(1)",
+        old="self._flushes[0].set_result(self._ledger.flush())",
+        new="self._flushes[0].set_result(1)",
         tests=("tests/worker/test_prefix_flush.py::test_a_flush_frees_every_page_that_no_request_uses",),
+    ),
+    Fault(
+        "operations: a flush outlives the engine",
+        "worker.engines.native",
+        old="        self._fail_flushes(error)\n",
+        new="",
+        tests=(
+            "tests/worker/test_prefix_flush.py::test_who_waits_for_a_flush_hears_of_the_end_at_once[True]",
+        ),
     ),
     Fault(
         "operations: a flush leaves the host tier",

@@ -14,6 +14,7 @@ from tests.helpers.fake_runner import FakeRunner, full_spec
 from tests.worker.test_native_engine import on_fake_runner, read
 from worker.api import GenerateRequest, SamplingParams
 from worker.config import WorkerConfig
+from worker.engines import native
 from worker.engines.native import NativeEngine
 from worker.errors import EngineDead
 from worker.scheduling.step import StepPlan, StepResult
@@ -89,7 +90,8 @@ class _SlowEnd(FakeRunner):
 
 
 @pytest.mark.parametrize("fails", [True, False])
-def test_who_waits_for_a_flush_hears_of_the_end_at_once(fails: bool) -> None:
+def test_who_waits_for_a_flush_hears_of_the_end_at_once(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "FLUSH_TIMEOUT_S", 3.0)
     runner = _SlowEnd(fails)
     config = WorkerConfig(model="fake", arena_bytes=1 << 20, max_model_len=8192)
     engine = NativeEngine(config, lambda _: runner)
@@ -98,8 +100,6 @@ def test_who_waits_for_a_flush_hears_of_the_end_at_once(fails: bool) -> None:
     closing = threading.Timer(0.05, engine.close)
     if not fails:
         closing.start()
-    started_s = time.monotonic()
     with pytest.raises(EngineDead, match="planted failure" if fails else "closed"):
         engine.flush_prefix_cache()
-    assert time.monotonic() - started_s < 5
     engine.close()

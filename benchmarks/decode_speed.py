@@ -197,7 +197,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Those of every program that starts models for tables."""
     parser.add_argument("--models", nargs="+", default=["qwen3-30b-a3b.bf16"], help="MODEL.FORMAT")
     parser.add_argument("--folder", type=Path, help="also write each table there, as its name with .json")
-    parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--attention-backend", default="auto")
 
 

@@ -114,6 +114,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add_options(parser)
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--deterministic", action="store_true")
     options = parser.parse_args()
     engine = EngineOptions(options.attention_backend, options.deterministic)
     Run([PrefillTable(options.tokens)], Rates.measured(), options.folder, engine).measure(options.models)

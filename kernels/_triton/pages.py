@@ -9,6 +9,8 @@ import triton.language as tl
 from kernels._reference.pages import FP8_LARGEST
 
 COPY_BLOCK_BYTES = 16_384
+LAUNCH_PAGES = 65_535
+"""The second dimension of a launch ends there; more pages take another launch."""
 
 
 @triton.jit
@@ -45,34 +47,38 @@ def copy_pages(grid: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor)
     words = grid.view(torch.int64)
     size, block = words.shape[1], COPY_BLOCK_BYTES // 8
     held = torch.empty(count, size, dtype=torch.int64, device=grid.device)
-    launch = (triton.cdiv(size, block), count)
-    _move_pages[launch](
-        words, held, sources, sources, size, words.stride(0), size,
-        HAS_SOURCES=True, HAS_TARGETS=False, BLOCK=block, num_warps=8,
-    )  # fmt: skip
-    # A source of -1 left its row of `held` unwritten: the target is skipped with it.
-    _move_pages[launch](
-        held, words, sources, torch.where(sources < 0, sources, targets), size, size, words.stride(0),
-        HAS_SOURCES=False, HAS_TARGETS=True, BLOCK=block, num_warps=8,
-    )  # fmt: skip
+    # A source of -1 leaves its row of `held` unwritten: the target is skipped with it.
+    targets = torch.where(sources < 0, sources, targets)
+    parts = [tensor.split(LAUNCH_PAGES) for tensor in (held, sources, targets)]
+    for rows, part, _ in zip(*parts, strict=True):
+        _move_pages[(triton.cdiv(size, block), len(part))](
+            words, rows, part, part, size, words.stride(0), size,
+            HAS_SOURCES=True, HAS_TARGETS=False, BLOCK=block, num_warps=8,
+        )  # fmt: skip
+    for rows, part, to in zip(*parts, strict=True):
+        _move_pages[(triton.cdiv(size, block), len(part))](
+            rows, words, part, to, size, size, words.stride(0),
+            HAS_SOURCES=False, HAS_TARGETS=True, BLOCK=block, num_warps=8,
+        )  # fmt: skip
 
 
 def move_pages(grid: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
-    """Copies pages inside one grid in one launch; -1 skips a pair.
+    """Copies pages inside one grid, in one launch for each :data:`LAUNCH_PAGES`; -1 skips a pair.
 
     Args:
         grid: [pages, page_bytes] uint8; page_bytes and the stride are multiples of 8.
         sources, targets: [n] int64 physical pages; targets are distinct, and none is a source.
     """
-    count = sources.numel()
-    if count == 0:
+    if sources.numel() == 0:
         return
     words = grid.view(torch.int64)
     size, block = words.shape[1], COPY_BLOCK_BYTES // 8
-    _move_pages[(triton.cdiv(size, block), count)](
-        words, words, sources, targets, size, words.stride(0), words.stride(0),
-        HAS_SOURCES=True, HAS_TARGETS=True, BLOCK=block, num_warps=8,
-    )  # fmt: skip
+    for part, to in zip(sources.split(LAUNCH_PAGES), targets.split(LAUNCH_PAGES), strict=True):
+        count = len(part)
+        _move_pages[(triton.cdiv(size, block), count)](
+            words, words, part, to, size, words.stride(0), words.stride(0),
+            HAS_SOURCES=True, HAS_TARGETS=True, BLOCK=block, num_warps=8,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -90,9 +96,10 @@ def zero_pages(grid: torch.Tensor, pages: torch.Tensor) -> None:
         return
     words = grid.view(torch.int64)
     block = COPY_BLOCK_BYTES // 8
-    _zero_pages[(triton.cdiv(words.shape[1], block), pages.numel())](
-        words, pages, words.shape[1], words.stride(0), BLOCK=block, num_warps=8
-    )
+    for part in pages.split(LAUNCH_PAGES):
+        _zero_pages[(triton.cdiv(words.shape[1], block), len(part))](
+            words, part, words.shape[1], words.stride(0), BLOCK=block, num_warps=8
+        )
 
 
 @triton.jit

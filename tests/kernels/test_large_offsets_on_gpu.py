@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels.kv import store_heads, write_kv
-from kernels.pages import copy_pages, zero_pages
+from kernels.pages import copy_pages, move_pages, zero_pages
 from kernels.recurrent import (
     causal_conv_rows,
     causal_conv_step,
@@ -35,6 +35,18 @@ def pages_of(store: torch.Tensor, *shape: int, dtype: torch.dtype = torch.float3
     """[2, *shape] with page 1 at element STEP."""
     strides = torch.empty(shape, device="meta").stride()
     return torch.as_strided(store.view(dtype), (2, *shape), (STEP, *strides))
+
+
+def test_more_pages_move_than_a_launch_has() -> None:
+    grid = torch.arange(2 * 70_000, device=CUDA).unsqueeze(1).expand(-1, 16).contiguous().view(torch.uint8)
+    sources, targets = torch.arange(140_000, device=CUDA).chunk(2)
+    move_pages(grid, sources, targets)
+    assert torch.equal(grid[:70_000], grid[70_000:])
+    copy_pages(grid, targets, sources.flip(0))
+    assert torch.equal(grid[:70_000], grid[70_000:].flip(0))
+    zero_pages(grid, targets)
+    assert not grid[70_000:].any()
+    assert grid[:70_000].any()
 
 
 def test_states_advance(store: torch.Tensor) -> None:

@@ -20,6 +20,17 @@ def grid_of(num_pages: int, page_bytes: int) -> torch.Tensor:
 @pytest.mark.parametrize("count", [1, 2, 5, 9])
 def test_pages_move_in_one_launch(page_bytes: int, count: int) -> None:
     """As many pages as blocks, fewer and more: neither may be taken for the other."""
+    check_moves(page_bytes, count)
+
+
+def test_more_pages_than_a_launch_has_take_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "LAUNCH_PAGES", 4)
+    check_moves(128, 9)
+    check_copies(128, 9)
+
+
+def check_moves(page_bytes: int, count: int) -> None:
+    """Moves against the reference; -1 and nothing at all move nothing."""
     grid = grid_of(20, page_bytes)
     order = torch.randperm(20)
     sources, targets = order[:count].to(DEVICE), order[count : 2 * count].to(DEVICE)
@@ -36,6 +47,11 @@ def test_pages_move_in_one_launch(page_bytes: int, count: int) -> None:
 @pytest.mark.parametrize("page_bytes", [128, 3 * pages.COPY_BLOCK_BYTES + 256])
 @pytest.mark.parametrize("count", [1, 2, 9])
 def test_pages_are_copied_and_zeroed(page_bytes: int, count: int) -> None:
+    check_copies(page_bytes, count)
+
+
+def check_copies(page_bytes: int, count: int) -> None:
+    """Copies and zeroes against the reference."""
     grid = grid_of(20, page_bytes)
     order = torch.randperm(20)
     sources, targets = order[:count].to(DEVICE), order.roll(1)[:count].to(DEVICE)  # some are both

@@ -189,9 +189,23 @@ FAULTS = [
     Fault(
         "move under a pin",
         "memory.ledger.relocation",
-        "not self._tables[group].pins[virtual]\n            and ",
+        "not self._tables[group].pins[virtual] and ",
         "",
         (f"{_LAYOUT}test_pinned_pages_do_not_move",),
+    ),
+    Fault(
+        "a page that has moved stands in the way until the next step",
+        "memory.ledger.relocation",
+        "not self._tables[group].pins[virtual] and virtual not in self.copying[group]",
+        "not self._tables[group].pins[virtual] and virtual not in self.copying[group] | self._moved[group]",
+        (f"{_LAYOUT}test_a_float_gives_way_to_every_grant_of_a_step",),
+    ),
+    Fault(
+        "a page that moves twice is read where it never was",
+        "memory.ledger.relocation",
+        "if virtual in self._moved[group]:",
+        "if False:",
+        (f"{_LAYOUT}test_a_float_gives_way_to_every_grant_of_a_step",),
     ),
     Fault(
         "a pinned page flips under its reader",
@@ -210,15 +224,15 @@ FAULTS = [
     Fault(
         "mutable page moved beside a step",
         "memory.ledger.relocation",
-        "return sealed != MUTABLE and sealed - 1 <= completed_step and virtual not in",
-        "return sealed - 1 <= completed_step and virtual not in",
+        "return sealed != MUTABLE and sealed - 1 <= completed_step and not awaited",
+        "return sealed - 1 <= completed_step and not awaited",
         (f"{_LAYOUT}test_sealed_pages_move_beside_steps_and_tail_pages_between_them",),
     ),
     Fault(
         "a page still being written counts as sealed",
         "memory.ledger.relocation",
-        "sealed != MUTABLE and sealed - 1 <= completed_step and virtual not in",
-        "sealed != MUTABLE and virtual not in",
+        "return sealed != MUTABLE and sealed - 1 <= completed_step and not awaited",
+        "return sealed != MUTABLE and not awaited",
         ("tests/memory/test_ledger_drill.py::test_a_page_is_not_copied_before_its_last_writer_is_done",),
     ),
     Fault(

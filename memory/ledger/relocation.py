@@ -8,7 +8,7 @@ bytes can be written again by that same step, but take no other move of the batc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memory.api import Move
 from memory.ledger.deferred import DeferredFrees
@@ -61,31 +61,30 @@ class Relocator:
         self.fresh: list[set[int]] = [set() for _ in self._pools]
         """By group: pages that the open step brought; nothing is in them yet, so they go elsewhere without a copy."""
         self._moves: list[Move] = []
-        self._moved: list[set[int]] = [set() for _ in self._pools]
+        self._moved: list[dict[int, int]] = [{} for _ in self._pools]
+        """By group: virtual page -> index of its move in the open step's list."""
         self._urgent_bytes = 0
 
     # -- one page ------------------------------------------------------------------------------------------------
 
     def movable(self, group: int, virtual: int) -> bool:
-        """Whether nothing holds the page where it is: no pin, no copy under way, no move in this step yet."""
-        return (
-            not self._tables[group].pins[virtual]
-            and virtual not in self.copying[group]
-            and virtual not in self._moved[group]
-        )
+        """Whether nothing holds the page where it is: no pin, no copy under way."""
+        return not self._tables[group].pins[virtual] and virtual not in self.copying[group]
 
     def may_copy_beside(self, group: int, virtual: int, completed_step: int) -> bool:
         """Whether all writers of the page have finished. Into one that the open step brought, something may be copied
-        ahead of that step."""
+        ahead of that step; one that it moves is not there yet."""
         sealed = self._tables[group].sealed[virtual]
-        return sealed != MUTABLE and sealed - 1 <= completed_step and virtual not in self.fresh[group]
+        awaited = virtual in self.fresh[group] or virtual in self._moved[group]
+        return sealed != MUTABLE and sealed - 1 <= completed_step and not awaited
 
     def moved(self, group: int, virtual: int) -> bool:
         """Whether a move of the open step writes the page."""
         return virtual in self._moved[group]
 
     def move_now(self, group: int, page: int, target: int) -> None:
-        """Moves a page on the compute stream ahead of the open step."""
+        """Moves a page on the compute stream ahead of the open step. One that the step moves already goes to the new
+        target instead: nothing is read from the old one, which is free at once."""
         pool, table = self._pools[group], self._tables[group]
         virtual = pool.owner[page]
         pool.take_at(target, BOUND, virtual)
@@ -93,11 +92,15 @@ class Relocator:
         pool.free(page)
         if virtual in self.fresh[group]:
             return
+        if virtual in self._moved[group]:
+            number = self._moved[group][virtual]
+            self._moves[number] = replace(self._moves[number], target=target)
+            return
         self.totals.num_between += 1
         self.totals.between_bytes += pool.page_bytes
         low = pool.grid.address(page)
         self.vacated.add(low, low + pool.page_bytes)
-        self._moved[group].add(virtual)
+        self._moved[group][virtual] = len(self._moves)
         self._moves.append(Move(pool.spec.name, virtual, page, target, sealed=False))
 
     def copy_beside(self, group: int, page: int, target: int, step: int) -> None:
@@ -209,7 +212,8 @@ class Relocator:
         """Moves one page from the edge to a target further inside; False if that cannot be."""
         pool = self._pools[group]
         inside = target < page if high else target > page
-        spent = self._urgent_bytes + pool.page_bytes
+        again = self.moved(group, pool.owner[page])
+        spent = self._urgent_bytes + (0 if again else pool.page_bytes)
         # The first page always goes: one larger than the budget must be able to move some day.
         if not inside or (self._urgent_bytes and spent > self.urgent_budget_bytes):
             return False

@@ -256,6 +256,22 @@ def test_a_page_moved_between_steps_and_released_waits_for_the_step_that_carries
     assert first in world.running
 
 
+def test_a_float_gives_way_to_every_grant_of_a_step() -> None:
+    """Requests are admitted one by one: each state pushes the window's pages on, and some of them more than once."""
+    specs = [FULL, STATE, window_spec(16, 24)]
+    arena = 120 * STATE.page_bytes
+    world = World(small_ledger(specs, arena), arena)
+    ledger = world.ledger
+    world.plan({}, [([n, n], 2) for n in range(24)])
+    world.finish_all()
+    float_at = next(band for band in ledger.report()["bands"] if band["anchor"] == "float")["low_byte"]
+    states = int(float_at) // STATE.page_bytes
+    asked = [([n, n], 2) for n in range(24, states + 16)]
+    assert len(world.plan({}, asked)) == len(asked), "there are bytes for all of them"
+    world.finish_all()
+    ledger.audit()
+
+
 def test_a_float_that_cuts_the_gap_leaves_the_floor_whole() -> None:
     """Beginning in the middle of the gap costs the place that it cuts as well."""
     arena = 40 * KB

@@ -17,8 +17,8 @@ room brings it 0. Parts of a run may be measured apart and merged; each should h
 link time apart. ``wrong_tokens``: of the elastic run's recorded steps, replayed with all experts resident.
 ``k_recovered_s``: from the burst's end until places are back at 95 % of before. ``prefill.t<n>``: a prompt of n tokens
 beside 4 streams at ``--prefill-at`` experts a layer; ``share`` is max(compute, missing bytes / link) over its time to
-the first token, compute being that time with all experts resident (measured where both are among the settings);
-``itl_p99_ratio`` the streams' gaps meanwhile over their undisturbed ones.
+the first token, compute being that time with all experts resident; ``link_busy`` counts what the streams missed
+meanwhile too; ``itl_p99_ratio`` the streams' gaps meanwhile over their undisturbed ones.
 
 With a shape's random weights each stream's experts are imposed (``benchmarks.elasticity.routing``). On a CPU missing
 experts are read at no price, so there a link is simulated, and steps cost modelled seconds
@@ -210,6 +210,8 @@ def prefill_rows(found: Found, lengths: Sequence[int], num_experts: int) -> list
         row: Row = {"phase": f"prefill.t{length}", "ttft_ms": 1e3 * timed.ttft_s}
         link_s = timed.read * found.place_bytes / found.link_bytes_per_s
         row["link_ms"] = 1e3 * link_s
+        beside_s = timed.beside * found.place_bytes / found.link_bytes_per_s
+        row["link_busy"] = (link_s + beside_s) / timed.ttft_s
         if full is not None:
             row["compute_ms"] = 1e3 * full.ttft_s
             row["share"] = max(full.ttft_s, link_s) / timed.ttft_s

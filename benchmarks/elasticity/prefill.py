@@ -17,11 +17,12 @@ CALM_TOKENS = 60
 
 @dataclass(frozen=True, slots=True)
 class PrefillTimes:
-    """``ttft_s`` of the prompt; ``read``: experts that came over the link meanwhile for prompts; the streams' 99th
-    percentile of gaps before it came, and while it was computed."""
+    """``ttft_s`` of the prompt; ``read`` and ``beside``: experts that came over the link meanwhile for prompts and for
+    decode steps; the streams' 99th percentile of gaps before it came, and while it was computed."""
 
     ttft_s: float
     read: int
+    beside: int
     calm_p99_s: float
     busy_p99_s: float
 
@@ -36,10 +37,11 @@ async def time_prefill(
     prompt: Prompt,
     clock: Clock,
     num_tokens: int,
-    read_so_far: Callable[[], int],
+    read_so_far: Callable[[], tuple[int, int]],
     seed: int,
 ) -> PrefillTimes:
-    """One prompt of ``num_tokens`` beside :data:`NUM_STREAMS` streams. ``read_so_far``: experts read for prompts."""
+    """One prompt of ``num_tokens`` beside :data:`NUM_STREAMS` streams. ``read_so_far``: experts read for
+    prompts and for decode steps."""
     dice = random.Random(seed)
     driver = Driver(engine, prompt, clock)
     streams = [PhaseLog(f"stream {n}", clock()) for n in range(NUM_STREAMS)]
@@ -55,9 +57,10 @@ async def time_prefill(
     marks, read = [len(log.gaps_s) for log in streams], read_so_far()
     own = PhaseLog("prompt", clock())
     await driver.ask(prompt(dice, num_tokens), 1, own, f"{seed} prompt")
-    read = read_so_far() - read
+    staged, beside = (now - then for now, then in zip(read_so_far(), read, strict=True))
     busy = [gap for log, mark in zip(streams, marks, strict=True) for gap in log.gaps_s[mark:]]
     for n in range(NUM_STREAMS):
         engine.abort(f"{seed} stream {n}")
     await asyncio.gather(*running)
-    return PrefillTimes(own.first_token_s[0], read, percentile(calm, 0.99), percentile(busy or calm, 0.99))
+    pace = percentile(calm, 0.99), percentile(busy or calm, 0.99)
+    return PrefillTimes(own.first_token_s[0], staged, beside, *pace)

@@ -243,10 +243,11 @@ class Stage:
 
     def time_prefills(self, lengths: Sequence[int]) -> list[PrefillTimes | None]:
         """Prompts of these lengths beside streams; None where one has no room."""
-        lanes = slice(Lane.PREFILL_IN_PLACE, Lane.STAGED + 1, Lane.STAGED - Lane.PREFILL_IN_PLACE)
 
-        def read_so_far() -> int:
-            return int(self.pager.residency.counts[lanes].sum())
+        def read_so_far() -> tuple[int, int]:
+            lanes = self.pager.residency.counts.sum(1).tolist()
+            prompts = lanes[Lane.PREFILL_IN_PLACE] + lanes[Lane.STAGED]
+            return prompts, lanes[Lane.TEE] + lanes[Lane.IN_PLACE]
 
         async def every() -> list[PrefillTimes | None]:
             found: list[PrefillTimes | None] = []

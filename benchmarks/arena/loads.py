@@ -98,6 +98,13 @@ class Bench:
         while (self.engine.arena_report()["host_tier"] or {}).get("waiting_pages"):
             self.ask(random_prompts(1, 8, self.engine.model.vocab_size, self.num_requests), 8)
 
+    def lose_pages(self) -> None:
+        """The arena lets every cached page go, as it would under pressure; the host tier keeps its copies. Only while
+        nothing runs: the engine's thread then leaves the ledger alone."""
+        if self.engine.snapshot().num_running:
+            raise RuntimeError("pages cannot be taken from under running requests")
+        self.ledger.shed(dict.fromkeys(self.ledger.grids, self.ledger.headroom().arena_bytes))
+
     def hand_over(self) -> BenchmarkRunner:
         """Stops the engine and gives its arena back; answers the runner, whose model stays loaded."""
         self.runner.close = self.runner.detach_memory  # type: ignore[method-assign]
@@ -167,7 +174,7 @@ def restore_from_host(bench: Bench, num_tokens: int, repeats: int) -> dict[str, 
         report = bench.engine.arena_report()["host_tier"]
         bench.let_copies_finish()
         before = _hashes(bench)
-        bench.engine.flush_prefix_cache()
+        bench.lose_pages()
         brought = bench.engine.arena_report()["host_tier"]["brought_back_bytes"]
         [second] = bench.ask([prompt], 24, logprobs=True)
         if second.num_cached < num_tokens // 64 * 64:
@@ -204,7 +211,7 @@ def restore_beside_others(bench: Bench, at_once: int, num_tokens: int) -> dict[s
     short = random_prompts(1, TAIL_TOKENS, vocab, 32)[0]
     bench.ask([prompt], 8)
     bench.let_copies_finish()
-    bench.engine.flush_prefix_cache()
+    bench.lose_pages()
     rows = random_prompts(at_once - 1, 64, vocab, 33)
 
     async def run() -> Answer:

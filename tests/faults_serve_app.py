@@ -12,6 +12,13 @@ TEXT = "tests/serve_app/test_text.py"
 
 FAULTS = [
     Fault(
+        "an answer that a stop string ends forgets what was cached",
+        "serve_app.text.output",
+        old="if event.timeline is not None:  # with",
+        new="if event.finish_reason is not None:  # with",
+        tests=(f"{HTTP}::test_an_answer_that_a_stop_string_ends_says_what_was_cached",),
+    ),
+    Fault(
         "a refused request is not sent elsewhere",
         "serve_app.deployments.dispatch",
         old="                if not self._others_than(refused_by):",

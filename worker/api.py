@@ -175,7 +175,7 @@ class TokenEvent:
 
     A token that ended the output (end token or stop token id) is the last of ``token_ids``, counts as generated,
     and is named in ``stop_token_id`` so that the text layer can leave it out. ``logprobs`` has one entry per token
-    when they were asked for. ``timeline`` comes with the last event.
+    when they were asked for. ``timeline`` comes with the first event, as far as it goes then, and with the last.
     """
 
     request_id: str
@@ -205,7 +205,7 @@ def merged_events(events: Sequence[TokenEvent]) -> TokenEvent:
         finish_reason=last.finish_reason,
         stop_token_id=last.stop_token_id,
         error=last.error,
-        timeline=last.timeline,
+        timeline=next((event.timeline for event in reversed(events) if event.timeline is not None), None),
     )
 
 

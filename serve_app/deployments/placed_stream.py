@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from serve_app.deployments.protocol import Refused
 from serve_app.deployments.watching import StreamWatch
@@ -11,13 +12,14 @@ from worker.api import TokenEvent
 
 class PlacedStream:
     """The events of a placed request, the first of which is at hand. Closing it, at any time, aborts the request there
-    and calls ``on_end`` once, with the last event so far."""
+    and calls ``on_end`` once, with the last event so far and the latest timeline."""
 
     def __init__(self, stream: StreamWatch, first: TokenEvent, on_end: Callable[[TokenEvent], None]) -> None:
         self._stream = stream
         self._on_end = on_end
         self._next: TokenEvent | None = first
         self._last = first
+        self._timeline = first.timeline
         self._closed = False
 
     def __aiter__(self) -> PlacedStream:
@@ -40,6 +42,7 @@ class PlacedStream:
             assert isinstance(item, Refused)
             raise item.error
         self._last = item
+        self._timeline = item.timeline or self._timeline
         return item
 
     async def aclose(self) -> None:
@@ -47,5 +50,5 @@ class PlacedStream:
         if self._closed:
             return
         self._closed = True
-        self._on_end(self._last)
+        self._on_end(replace(self._last, timeline=self._timeline))
         await self._stream.aclose()

@@ -57,15 +57,20 @@ async def read_output(
         EngineDead: the engine failed, or gave the request up, before it was done.
     """
     decoder = Detokenizer(text, stop, keep_special)
-    num_generated = 0
+    num_generated = num_cached = 0
     async with aclosing(events):
         async for event in events:
             shown = event.token_ids[:-1] if event.stop_token_id is not None else event.token_ids
             step = decoder.push(shown)
+            if (
+                event.timeline is not None
+            ):  # with the first event: a stop string ends the answer before the last one
+                num_cached = event.timeline.num_cached_tokens
             if step.stop is not None:
                 num_generated += step.num_tokens
                 taken = shown[: step.num_tokens]
-                yield OutputPiece(step.text, taken, num_generated, event.logprobs[: len(taken)], "stop")
+                logprobs = event.logprobs[: len(taken)]
+                yield OutputPiece(step.text, taken, num_generated, logprobs, "stop", num_cached)
                 return
             num_generated += len(event.token_ids)
             failed = event.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)
@@ -79,7 +84,7 @@ async def read_output(
                 num_generated,
                 event.logprobs[: len(shown)],
                 event.finish_reason.value if event.finish_reason is not None else None,
-                event.timeline.num_cached_tokens if event.timeline is not None else 0,
+                num_cached if done else 0,
             )
             if done:
                 return

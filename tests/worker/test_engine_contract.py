@@ -49,6 +49,22 @@ def test_an_answer_has_max_tokens_tokens_and_a_timeline(engine: Engine) -> None:
     assert (line.num_prompt_tokens, line.num_generated_tokens, line.num_retractions) == (len(PROMPT), 7, 0)
 
 
+def test_the_first_event_has_a_timeline_as_far_as_it_goes(engine: Engine) -> None:
+    async def first_event() -> TokenEvent:
+        engine.submit(GenerateRequest("a", PROMPT, ENDLESS))
+        async with aclosing(engine.stream("a")) as events:  # type: ignore[type-var]
+            return await anext(events)
+
+    first = asyncio.run(first_event())
+    assert first.finish_reason is None
+    line = first.timeline
+    assert line is not None
+    assert line.num_prompt_tokens == len(PROMPT)
+    assert 0 < line.queued_s <= line.scheduled_s <= line.first_token_s
+    assert line.finished_s == 0
+    assert first.merged_with(TokenEvent("a", (7,), 99)).timeline is line
+
+
 def test_every_event_counts_the_tokens_so_far(engine: Engine) -> None:
     seen = 0
     for event in asyncio.run(events_of(engine, ask("a", max_tokens=9, ignore_eos=True))):

@@ -20,7 +20,7 @@ def test_a_full_queue_answers_overloaded_and_waiting_requests_can_be_aborted(kin
             for number in range(20):
                 engine.submit(GenerateRequest(f"r{number}", PROMPT, ENDLESS))
                 accepted.append(f"r{number}")
-                await asyncio.sleep(0.02)
+                await until(lambda: engine.snapshot().num_running == 1)
         assert caught.value.retry_after_s > 0
         assert accepted == ["r0", "r1", "r2"], "one runs, two wait"
         snapshot = engine.snapshot()

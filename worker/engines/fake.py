@@ -239,10 +239,10 @@ class FakeEngine:
             stop_token_id=token if reason is FinishReason.STOP else None,
         )
         if reason is None:
-            return event
+            return event if live.generated > 1 else replace(event, timeline=self._timeline(live))
         self._forget(live)
         self._counters.num_finished += 1
-        return replace(event, timeline=self._timeline(live))
+        return replace(event, timeline=self._timeline(live, time.time()))
 
     def _finish(self, live: _Live, reason: FinishReason) -> None:
         self._forget(live)
@@ -252,7 +252,7 @@ class FakeEngine:
                 live.request.request_id,
                 num_generated=live.generated,
                 finish_reason=reason,
-                timeline=self._timeline(live),
+                timeline=self._timeline(live, time.time()),
             )
         )
 
@@ -270,10 +270,10 @@ class FakeEngine:
         self._running_tokens -= live.num_tokens
         return True
 
-    def _timeline(self, live: _Live) -> RequestTimeline:
+    def _timeline(self, live: _Live, finished_s: float = 0.0) -> RequestTimeline:
         return replace(
             live.stamps,
-            finished_s=time.time(),
+            finished_s=finished_s,
             num_generated_tokens=live.generated,
             num_retractions=live.num_retractions,
         )

@@ -213,6 +213,7 @@ class TransformersEngine:
             logprobs=logprobs,
             finish_reason=reason,
             stop_token_id=token if reason is FinishReason.STOP else None,
+            timeline=replace(live.stamps, num_generated_tokens=1) if len(live.generated) == 1 else None,
         )
 
     def _finish(self, live: _Live, last: TokenEvent) -> None:

@@ -130,8 +130,9 @@ class Applier:
         self, slots: IntArray, at: IntArray, tokens: IntArray, taken: Taken, result: StepResult, now: float
     ) -> list[TokenEvent]:
         rows = self._rows
-        for slot in slots[taken.generated == taken.count].tolist():
-            rows.occupant(slot).first_token_s = now
+        began = np.flatnonzero(taken.generated == taken.count).tolist()
+        for row in began:
+            rows.occupant(int(slots[row])).first_token_s = now
         ids = rows.request_ids
         fresh: Iterable[tuple[int, ...]]
         if (taken.count == 1).all():
@@ -148,6 +149,10 @@ class Applier:
                 if result.logprobs[source]:
                     count = int(taken.count[row])
                     events[row] = replace(events[row], logprobs=result.logprobs[source][:count])
+        for row in began:
+            # Early, too: a reader that ends the request itself never sees its last event.
+            line = rows.occupant(int(slots[row])).timeline(int(taken.count[row]))
+            events[row] = replace(events[row], timeline=line)
         for row in np.flatnonzero(taken.stopped | taken.full).tolist():
             reason = FinishReason.STOP if taken.stopped[row] else FinishReason.LENGTH
             events[row] = self._finish(int(slots[row]), reason, events[row], now)

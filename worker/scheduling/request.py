@@ -86,13 +86,13 @@ class Request:
             else self.asked.prompt_token_ids
         )
 
-    def timeline(self, num_generated: int, now_s: float) -> RequestTimeline:
-        """The stamps as they go out with the last event."""
+    def timeline(self, num_generated: int, finished_s: float = 0.0) -> RequestTimeline:
+        """The stamps as they go out with the first event and the last one."""
         return RequestTimeline(
             queued_s=self.queued_s,
             scheduled_s=self.scheduled_s,
             first_token_s=self.first_token_s,
-            finished_s=now_s,
+            finished_s=finished_s,
             num_prompt_tokens=self.num_prompt,
             num_cached_tokens=self.num_cached_tokens,
             num_generated_tokens=num_generated,

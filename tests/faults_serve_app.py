@@ -14,8 +14,8 @@ FAULTS = [
     Fault(
         "an answer that a stop string ends forgets what was cached",
         "serve_app.text.output",
-        old="if event.timeline is not None:  # with",
-        new="if event.finish_reason is not None:  # with",
+        old="if event.timeline is not None:",
+        new="if event.finish_reason is not None and event.timeline is not None:",
         tests=(f"{HTTP}::test_an_answer_that_a_stop_string_ends_says_what_was_cached",),
     ),
     Fault(

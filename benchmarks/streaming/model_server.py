@@ -32,7 +32,8 @@ def main(port: int, options: dict[str, Any]) -> None:
         num_cpus=LOGICAL_CPUS,
         object_store_memory=200_000_000,
     )
-    print(f"session {context.address_info['session_dir']}", flush=True)
+    where = context.address_info  # type: ignore[attr-defined]  # of the class that a local start returns
+    print(f"session {where['session_dir']}", flush=True)
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     args = AppArgs(graceful_shutdown_timeout_s=1.0, log_level="warning", **options)
     serve.run(app(args), name="model", route_prefix="/")

@@ -62,9 +62,8 @@ async def read_output(
         async for event in events:
             shown = event.token_ids[:-1] if event.stop_token_id is not None else event.token_ids
             step = decoder.push(shown)
-            if (
-                event.timeline is not None
-            ):  # with the first event: a stop string ends the answer before the last one
+            # With the first event: a stop string ends the answer before the last one.
+            if event.timeline is not None:
                 num_cached = event.timeline.num_cached_tokens
             if step.stop is not None:
                 num_generated += step.num_tokens

@@ -10,7 +10,8 @@ the published loads the budget is the one at which the split shows the published
 behind them are read from ``--rates`` (by default ``benchmarks/results/h200/step_overhead.json``, where that file is):
 its figures ``step_base_us``, ``step_row_us`` (or ``launch_us_per_layer``), ``prefill_flops_share``,
 ``attention_bandwidth_share``, ``weight_bandwidth_share`` and ``link_gb_per_s``, as ``benchmarks.replay.rates``
-explains; what it does not hold is assumed. Each rate is printed with its source. All cases take ten minutes on one core (569 s beside other work), ``--only 16k_4k`` half a minute.
+explains; what it does not hold is assumed. Each rate is printed with its source. All cases take ten minutes on one
+core (569 s beside other work), ``--only 16k_4k`` half a minute.
 """
 
 from __future__ import annotations

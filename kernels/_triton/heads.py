@@ -11,7 +11,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels._reference.pages import FP8_LARGEST
 from kernels._triton.overlap import overlaps
 
-
 _TOKENS = 4
 
 
@@ -106,7 +105,8 @@ def store_heads(
     per_head = 0 if weight is None or weight.dim() == 1 else weight.stride(0)
     _store_heads[(triton.cdiv(tokens, _TOKENS), total)](
         heads, heads if weight is None else weight, cos, sin, query, key_pages, value_pages, key_scales, value_scales,
-        page, offset, tokens, num_heads, (total - num_heads) // 2, heads.stride(0), per_head, cos.stride(0), sin.stride(0),
+        page, offset, tokens, num_heads, (total - num_heads) // 2, heads.stride(0), per_head,
+        cos.stride(0), sin.stride(0),
         *key_pages.stride()[:3], *value_pages.stride()[:3],
         *(none if scales is None else key_scales.stride()), *(none if scales is None else value_scales.stride()), eps,
         NORMED=weight is not None, QUANTIZE=scales is not None, LARGEST=FP8_LARGEST, DIM=dim,

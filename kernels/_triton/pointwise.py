@@ -131,7 +131,9 @@ def _gated_norm(
     column = tl.arange(0, DIM_PAD)
     real = (head < heads)[:, None] & (column < DIM)[None, :]
     at = head[:, None] * DIM + column[None, :]
-    value = tl.load(x + row * x_row + head[:, None] * x_head + column[None, :], mask=real, other=0.0).to(tl.float32)
+    value = tl.load(x + row * x_row + head[:, None] * x_head + column[None, :], mask=real, other=0.0).to(
+        tl.float32
+    )
     opened = tl.load(gate + row * g_row + at, mask=real, other=0.0).to(tl.float32)
     value *= (1.0 / tl.sqrt(tl.sum(value * value, 1) / DIM + eps))[:, None]
     value *= tl.load(weight + column, mask=column < DIM, other=0.0).to(tl.float32)[None, :]

@@ -299,4 +299,3 @@ def causal_conv_rows(
         BLOCK=_CHANNELS,
     )
     return out
-

@@ -122,6 +122,7 @@ class LinkedPass(LaunchedPass):
         self._began_s = self._free_s = runner.clock()
         self._ready_s: list[float] = []
         self._next = 0
+        self._left_s = 0.0
         for _ in range(2):
             self._fill()
 
@@ -140,10 +141,10 @@ class LinkedPass(LaunchedPass):
         self._free_s = max(self._ready_s, default=self._free_s)
 
     def advance(self, seconds: float | None) -> bool:
-        """A layer at a time, each behind the link; with ``seconds`` none where it is still at work, and as many
-        as come nearest to them."""
+        """A layer at a time, each behind the link; with ``seconds`` none where it is still at work. What a slice
+        has more or less than its time is made up for by the next one."""
         runner = self._linked
-        began_s = runner.clock()
+        until_s = None if seconds is None else runner.clock() + seconds + self._left_s
         while True:
             ready_s = self._ready_s[min(self._next, len(self._ready_s) - 1)]
             if ready_s > runner.clock():
@@ -156,7 +157,9 @@ class LinkedPass(LaunchedPass):
             self._fill()
             if ended:
                 runner.end_linked()
-            if ended or (seconds is not None and runner.clock() + self._layer_s / 2 > began_s + seconds):
+            if ended or (until_s is not None and runner.clock() + self._layer_s > until_s):
+                if until_s is not None:
+                    self._left_s = max(-self._layer_s, until_s - runner.clock())
                 return ended
 
     def collect(self) -> StepResult:

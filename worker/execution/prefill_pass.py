@@ -21,6 +21,7 @@ class LayerPace:
         self._on_gpu = device.type == "cuda"
         self._layer_s = 0.0
         self._num_tokens = 0
+        self._left = 0.0  # of a layer: what the slices before had more or less than their time
         self._slice: tuple[torch.cuda.Event, torch.cuda.Event, int] | None = None
 
     def begin_pass(self, num_tokens: int) -> None:
@@ -30,14 +31,20 @@ class LayerPace:
             self._layer_s *= max(1.0, num_tokens / self._num_tokens)
         self._num_tokens = num_tokens
         self._slice = None
+        self._left = 0.0
 
     def layers(self, seconds: float) -> int:
-        """Layers that come nearest to ``seconds``, at least one."""
+        """Layers for ``seconds``, at least one. Fractions are carried over: slices take their time on average."""
         if self._slice is not None and self._slice[1].query():
             first, last, count = self._slice
             self._layer_s = first.elapsed_time(last) / 1e3 / count
             self._slice = None
-        return max(1, round(seconds / self._layer_s)) if self._layer_s else 1
+        if not self._layer_s:
+            return 1
+        exact = seconds / self._layer_s + self._left
+        count = max(1, int(exact))
+        self._left = max(-1.0, exact - count)
+        return count
 
     def begin(self) -> tuple[float, torch.cuda.Event | None]:
         """A slice begins."""

@@ -206,8 +206,9 @@ def test_the_pace_of_layers_is_kept_from_pass_to_pass(monkeypatch: pytest.Monkey
     pace.begin_pass(100)
     assert pace.layers(10.0) == 1, "nothing is known yet"
     pace.end(pace.begin(), 4)
-    assert pace.layers(1.04) == 10
-    assert pace.layers(1.06) == 11
+    assert [pace.layers(1.04) for _ in range(5)] == [10, 10, 11, 10, 11], "0.4 of a layer was lost each time"
+    assert [pace.layers(0.05) for _ in range(3)] == [1, 1, 1]
+    assert pace.layers(0.4) == 3, "what slices of one layer had too much is not owed for ever"
     pace.begin_pass(50)
     assert pace.layers(1.04) == 10, "the link may be what takes the time"
     pace.begin_pass(200)

@@ -104,6 +104,12 @@ def load_model(config: WorkerConfig, experts: ExpertFactory | None = None) -> Lo
         model = opened.build(WeightSource(opened.store, opened.device, opened.dtype, bar))
     opened.store.close()
     log.info("%s", _loaded_line(opened, time.perf_counter() - started_s))
+    if config.max_model_len > model.max_model_len:
+        log.warning(
+            "max_model_len=%d is more than the %d positions that the model was trained for: text is worse behind them",
+            config.max_model_len,
+            model.max_model_len,
+        )
     return LoadedModel(model, opened.info(model), opened.device, opened.dtype)
 
 

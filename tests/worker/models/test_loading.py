@@ -15,6 +15,7 @@ from tests.helpers.tiny import tiny_folder
 from worker.api import SamplingParams
 from worker.config import WorkerConfig
 from worker.errors import ConfigError, ModelLoadError
+from worker.execution.loading import load_model
 from worker.execution.runner import ModelRunner
 
 Tensors = dict[str, torch.Tensor]
@@ -194,6 +195,14 @@ def test_random_weights_depend_on_the_seed_alone(tmp_path: Path) -> None:
         first = answer(tmp_path / family, load="random", seed=1)
         assert answer(tmp_path / family, load="random", seed=1) == first
         assert answer(tmp_path / family, load="random", seed=2) != first
+
+
+def test_more_positions_than_were_trained_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    folder = str(tiny_folder("qwen3_moe"))
+    load_model(WorkerConfig(model=folder, device="cpu", max_model_len=4096))
+    assert not caplog.records
+    load_model(WorkerConfig(model=folder, device="cpu", max_model_len=4097))
+    assert "max_model_len=4097 is more than the 4096 positions" in caplog.text
 
 
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:

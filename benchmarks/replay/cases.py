@@ -13,6 +13,8 @@ from benchmarks.replay.shapes import GPT_OSS_20B, QWEN35_4B, SHAPES, ModelShape
 from benchmarks.replay.simulator import Outcome
 
 RATIOS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+PUBLISHED_TOKENS_PER_S = 5880.0
+"""Output tokens/s published for Qwen3.5-4B on one H200: 1,024 in, 256 out, 64 at once, memory ample."""
 STATE_RATIO = 0.9 / 1.9
 """The published split of hybrids: 0.9 bytes of state for each byte of full KV."""
 WINDOW_RATIO = 0.8 / 1.8

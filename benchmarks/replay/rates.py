@@ -28,6 +28,8 @@ DENSE_FLOPS_PER_S = 790e12
 """A large dense bf16 product on an H200, measured."""
 COPY_BYTES_PER_S = 4.2e12
 """A copy within an H200's memory, measured: read and written bytes together."""
+MOST_SHARE = 4.8e12 / COPY_BYTES_PER_S
+"""Reading alone can be faster than a copy, but not than the memory's pins."""
 FIELDS = {
     "launch_us_per_layer": ("layer_s", 1e-6),
     "step_base_us": ("layer_s", 1e-6 / QWEN35_4B.num_layers),
@@ -76,7 +78,7 @@ ASSUMED = Rates()
 def read_rates(path: Path = MEASURED) -> Rates:
     """The measured rates of ``path`` over the assumed ones; the assumed ones where there is no such file.
 
-    ValueError for a figure that cannot be: not above 0, or a share above 1.
+    ValueError for a figure that cannot be: not above 0, or a share of more than there is.
     """
     if not path.is_file():
         return ASSUMED
@@ -89,7 +91,8 @@ def read_rates(path: Path = MEASURED) -> Rates:
         measured.pop("launch_us_per_layer", None)
     for figure, value in measured.items():
         field, factor = FIELDS[figure]
-        if not value > 0 or (figure.endswith("_share") and value > 1):
+        most = MOST_SHARE if figure.endswith("_bandwidth_share") else 1.0
+        if not value > 0 or (figure.endswith("_share") and value > most):
             raise ValueError(f"{path}: {figure} = {value} cannot be")
         rates = replace(rates, **{field: value * factor})
         sources[field] = f"measured: {figure} of {path.name}"

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.replay import cases, settling
+from benchmarks.replay import cases, settling, sweep
+from benchmarks.replay.cases import PUBLISHED_TOKENS_PER_S, published_cases
 from benchmarks.replay.loads import Job, Load, fixed_clients, trace_beginning
 from benchmarks.replay.rates import ASSUMED, read_rates
 from benchmarks.replay.shapes import (
@@ -206,9 +207,25 @@ def test_measured_rates_are_used_and_named(tmp_path: Path) -> None:
     slower = StepTime(QWEN35_4B, 1, 2048, rows).price(plan).seconds
     bare = StepTime(QWEN35_4B, 1, 2048, replace(ASSUMED, layer_s=0.0)).price(plan).seconds
     assert slower - bare == pytest.approx(640e-6 + 2 * 7e-6), "the line over the rows, not batch 1"
+    path.write_text(json.dumps({"figures": {"attention_bandwidth_share": 1.01}}))
+    assert read_rates(path).kv_bytes_per_s == pytest.approx(4.242e12), "reading is faster than copying"
     path.write_text(json.dumps({"figures": {"attention_bandwidth_share": 1.2}}))
     with pytest.raises(ValueError, match="attention_bandwidth_share"):
         read_rates(path)
+
+
+def test_the_time_per_layer_is_the_one_that_shows_the_published_throughput(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ample = next(case for case in published_cases() if case.load_name == "1k_256")
+    short = replace(ample, make_load=lambda: fixed_clients("c", 1024, (256, 256), 64, 96, ample.grain))
+    monkeypatch.setattr(sweep, "published_cases", lambda: [short])
+    found = sweep.calibrate_overhead(replace(ASSUMED, row_s=1e-6))
+    assert 0 < found.layer_s < sweep.MOST_LAYER_S
+    assert found.row_s == 0
+    assert found.described()["layer_s"].endswith("tokens/s in ample memory)")
+    shown = sweep.run_one(replace(short, rates=found), short.arena_bytes, "split", short.split_ratio)
+    assert shown.tokens_per_s == pytest.approx(PUBLISHED_TOKENS_PER_S, rel=0.1)
 
 
 def test_rates_reach_the_replay() -> None:

@@ -39,7 +39,7 @@ STEPS, STEPS_OF_MANY, MANY = 48, 24, 64
 GENERATED = 640
 """Most tokens that a row generates, while it is profiled."""
 PROFILED = 12
-PROFILER_START_S = 0.7
+PROFILER_START_S = 0.5
 PARTS = ("attention", "linear_attention", "experts", "rest", "launch_gaps", "host_gaps")
 
 

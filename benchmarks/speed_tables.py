@@ -13,7 +13,15 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.decode_speed import BATCHES, CONTEXTS, Case, DecodeTable, add_options, measure
+from benchmarks.decode_speed import (
+    BATCHES,
+    CONTEXTS,
+    PROFILED_BATCHES,
+    Case,
+    DecodeTable,
+    add_options,
+    measure,
+)
 from benchmarks.gpu_engine import GpuBench
 from benchmarks.model_tables import EngineOptions, Needs, Rates, Run, Table
 from benchmarks.prefill_speed import TOKENS, PrefillTable
@@ -69,10 +77,13 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--contexts", nargs="+", default=list(CONTEXTS), choices=sorted(CONTEXTS))
     parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS, help="of prompts; none: no prefill")
+    parser.add_argument(
+        "--profiled", type=int, nargs="*", default=PROFILED_BATCHES, help="batches broken down"
+    )
     parser.add_argument("--deterministic-models", nargs="*", default=[], help="some of the models")
     options = parser.parse_args()
     rates = Rates.measured()
-    decode = DecodeTable(options.batches, options.contexts)
+    decode = DecodeTable(options.batches, options.contexts, options.profiled)
     tables: list[Table] = [decode]
     if options.tokens:
         tables.append(PrefillTable(options.tokens))

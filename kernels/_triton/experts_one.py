@@ -30,9 +30,7 @@ HALF_WAY: tl.constexpr = tl.constexpr(2.0**60)
 
 
 @triton.jit
-def _inputs(
-    x, unit, live, order, factor, KIND: tl.constexpr, HAS_ORDER: tl.constexpr, CACHE: tl.constexpr = ""
-):
+def _inputs(x, unit, live, order, factor, KIND: tl.constexpr, HAS_ORDER: tl.constexpr, CACHE: tl.constexpr):
     """x at a tile's columns, times ``factor``, float32; packed weights: (even columns, odd columns). CACHE ``.cg``: not
     through the multiprocessor's own cache, for what an earlier kernel wrote that was not waited for here."""
     if KIND < 2:
@@ -232,7 +230,7 @@ def one_down(
                 keep_tile(target, at, mask, raw, hidden, KIND, ALIGN)
             # A choice without an expert left its part of `hidden` as it was: nothing of it may be read.
             live = inside & (unit * 0 + expert >= 0)
-            even, odd = _inputs(hidden + choice * INNER, unit, live, base, weight, KIND, False)
+            even, odd = _inputs(hidden + choice * INNER, unit, live, base, weight, KIND, False, "")
             acc = _add(
                 acc, raw, even, odd, base + scales, cell_first, group, ok, base + zeros, zero_offset, read,
                 KIND, HAS_ZEROS, ASM,

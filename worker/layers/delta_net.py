@@ -129,10 +129,11 @@ class DeltaNetLayer:
         rows, total = context.num_decode_rows, x.shape[0]
         out = torch.empty(total, values, dtype=inner.dtype, device=inner.device)
         behind = out
-        if rows and self._fused is not None:
+        fused = self._fused if rows else None
+        if fused is not None:
             pages = context.views[self._layer, "conv"], context.views[self._layer, "state"]
             with context.beside():
-                self._fused(inner[:rows], *pages, context.state.decode_page, out[:rows])
+                fused(inner[:rows], *pages, context.state.decode_page, out[:rows])
             if rows == total:
                 context.join()
                 return self._outer(out)
@@ -151,7 +152,8 @@ class DeltaNetLayer:
             )
         mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
         gated_norm(mixed, z, self._norm, self._eps, behind)
-        context.join()
+        if fused is not None:  # waiting for a stream that is not part of a capture would end it
+            context.join()
         return self._outer(out)
 
     def _step(

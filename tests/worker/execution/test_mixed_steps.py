@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 
 import numpy as np
@@ -16,10 +17,11 @@ from tests.worker.models.test_families import random_prompt
 from worker.attention.base import AttentionPlan, AttentionShape, PagedGeometry
 from worker.config import WorkerConfig
 from worker.execution.batch import BatchBuilder
-from worker.execution.context import StateGroup, TokenGroup
+from worker.execution.context import ForwardContext, StateGroup, TokenGroup
 from worker.execution.mixed import MixedSizes, MixedSteps
 from worker.execution.runner import ModelRunner
 from worker.execution.staging import HostUploads
+from worker.layers.delta_net import DeltaNetLayer
 from worker.scheduling.step import StepPlan
 
 
@@ -245,3 +247,34 @@ def test_a_rehearsal_fills_a_step_and_has_no_pages() -> None:
         assert lengths.tolist() == [tokens] + [0] * (len(lengths) - 1)
         row, number = state.layout.chunk_index.unbind(1)
         assert int((number * 64 < lengths[row]).sum()) == -(-tokens // 64)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_only_what_was_launched_beside_is_waited_for(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture in which somebody waits for a stream that was not forked from it ends with an error."""
+    folder = tiny_folder("qwen3_5_moe", window=48)
+    runner = ModelRunner(WorkerConfig(model=str(folder), device="cpu", page_tokens=16, max_running=16))
+    driver = PlanDriver(runner, arena_bytes=1 << 24)
+    forks, joins = [0], [0]
+
+    def fork(context: ForwardContext) -> AbstractContextManager[object]:
+        forks[0] += 1
+        return nullcontext()
+
+    def join(context: ForwardContext) -> None:
+        joins[0] += 1
+        assert joins == forks
+
+    def advance(inner: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+        return given[-1].zero_()
+
+    monkeypatch.setattr(ForwardContext, "beside", fork)
+    monkeypatch.setattr(ForwardContext, "join", join)
+    layers = [
+        layer.mixer for layer in runner._model.decoder._layers if isinstance(layer.mixer, DeltaNetLayer)
+    ]
+    for layer in layers:
+        layer._fused = advance if fused else None
+    requests = [driver.add(random_prompt(random.Random(n), n)) for n in (1, 30, 90)]
+    driver.step({requests[0]: 1, requests[1]: 30, requests[2]: 90})
+    assert forks == joins == [len(layers) if fused else 0]

@@ -63,3 +63,10 @@ class Linear:
 
     def _cut(self, out: torch.Tensor) -> torch.Tensor:
         return out if out.shape[1] == self.num_columns else out[:, : self.num_columns]
+
+    def into(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """[rows, K] to ``out`` [rows, N] in x's dtype, which it answers."""
+        own_kernel = self._by_row or x.shape[0] == 1 or self._weight.shape[0] != self.num_columns
+        if x.is_cuda and self._bias is None and not own_kernel:
+            return torch.mm(x, self._weight.t(), out=out)
+        return out.copy_(self(x))

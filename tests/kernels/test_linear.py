@@ -51,3 +51,21 @@ def test_odd_numbers_of_rows_are_filled_up_and_cut_off(rows: int, biased: bool) 
     assert found.shape == (rows, 13)
     torch.testing.assert_close(found, filled[:, :13], rtol=2e-2, atol=2e-2)
     assert aligned_rows(wide, wide_bias)[0] is wide
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("columns", [96, 99])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_product_into_a_tensor_that_is_there(rows: int, columns: int, deterministic: bool) -> None:
+    torch.manual_seed(rows + columns)
+    weight = torch.randn(columns, 64, device=DEVICE).bfloat16()
+    layer = Linear(weight, deterministic=deterministic)
+    x, room = (
+        torch.randn(rows, 64, device=DEVICE).bfloat16(),
+        torch.zeros(7, columns, device=DEVICE).bfloat16(),
+    )
+    found = layer.into(x, room[1 : rows + 1])
+    torch.testing.assert_close(found, layer(x))
+    assert torch.equal(room[1 : rows + 1], found)
+    assert not room[0].any()
+    assert not room[rows + 1].any()

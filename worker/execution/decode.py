@@ -47,7 +47,7 @@ class DecodeSteps:
     """The inputs and outputs of decode steps, and the pass between them.
 
     Attributes:
-        logits: [max rows, vocabulary] float32, filled by :meth:`forward`.
+        logits: [max rows, vocabulary] in activations' dtype, filled by :meth:`forward`.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class DecodeSteps:
             name: torch.full((max_rows, self._columns(name, max_model_len)), -1, device=device)
             for name in shapes
         }
-        self.logits = torch.zeros(max_rows, vocab_size, device=device)
+        self.logits = torch.zeros(max_rows, vocab_size, dtype=decoder.dtype, device=device)
 
     def _columns(self, name: str, bound: int) -> int:
         """Columns of a table that a context of ``bound`` tokens can need, one more for a window's cut page."""

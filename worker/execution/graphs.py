@@ -104,8 +104,8 @@ class DecodeGraphs:
         self._graphs[self._key(num_rows, longest)].replay()
 
     def run(self, plan: StepPlan, uploads: Uploads) -> tuple[torch.Tensor, torch.Tensor]:
-        """Carries out a plan whose rows have one token each; answers logits [plan rows, vocabulary] float32, valid
-        until the next step, and slots [plan rows]."""
+        """Carries out a plan whose rows have one token each; answers logits [plan rows, vocabulary] in activations'
+        dtype, valid until the next step, and slots [plan rows]."""
         rows, bound = key = self._key(plan.num_rows, int(plan.num_computed.max()) + 1)
         slots = self._steps.fill(plan, rows, bound, uploads)
         graph = self._graphs.get(key) if self.replaying else None

@@ -129,6 +129,12 @@ class SamplingStep:
     random: RandomRows | None
     asked: AskedRows | None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether every row takes its likeliest token, and nothing else is asked."""
+        rules = (self.penalties, self.edits, self.masks, self.random, self.asked)
+        return all(rule is None for rule in rules)
+
 
 class Sampler:
     """Draws the next token of each sampling row of a step."""
@@ -224,12 +230,15 @@ class Sampler:
         return self.draw(self.prepare(plan, HostUploads()), logits)
 
     def draw(self, step: SamplingStep, logits: torch.Tensor) -> SampledRows:
-        """Draws what :meth:`prepare` was asked for; ``logits`` [sampling rows, vocabulary] float32."""
+        """Draws what :meth:`prepare` was asked for; ``logits`` [sampling rows, vocabulary], in float32 or as the model
+        computes them: the likeliest token is the same in both."""
         for slot, seen, counts in step.fresh:
             assert self._seen is not None
             assert self._counts is not None
             self._seen[slot].copy_(seen)
             self._counts[slot].copy_(counts)
+        if not step.is_plain:
+            logits = logits.float()
         changed = logits
         if step.penalties is not None or step.edits is not None or step.masks is not None:
             changed = self._apply_rules(step, logits.clone())

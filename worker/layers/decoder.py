@@ -130,6 +130,6 @@ class Decoder:
         return HiddenStates(normed, tapped)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """[rows, H] behind the final norm to [rows, vocabulary] float32, into ``out`` where it is given."""
-        logits = self._head(hidden)
-        return logits.float() if out is None else out.copy_(logits)
+        """[rows, H] behind the final norm to [rows, vocabulary] float32; into ``out``, which is of activations' dtype,
+        where it is given."""
+        return self._head(hidden).float() if out is None else self._head.into(hidden, out)

@@ -153,3 +153,19 @@ def test_only_rows_that_sample_are_drawn_and_masks_follow_plan_rows() -> None:
     only_33 = np.array([0, 1 << 1], dtype=np.int32)
     plan = make_plan([0, 1, 2], [0, 0, 0], samples=[True, False, True], masks={2: only_33})
     assert tokens(sampler.sample(plan, ramp(4, 6))) == [4, 33]
+
+
+@pytest.mark.parametrize(
+    "params", [GREEDY, SamplingParams(max_tokens=32, temperature=0.9, top_p=0.8, logprobs=2)]
+)
+def test_logits_as_the_model_computes_them_are_drawn_as_in_float32(params: SamplingParams) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(3, VOCABULARY).to(torch.bfloat16)
+    logits[1, 5:9] = logits[1].max() + 1  # a tie
+    plan = make_plan([0, 1, 2], [4, 4, 4])
+    answers = [
+        make_sampler(*((slot, params, (7, 8, 9, 10, 11), 5) for slot in range(3))).sample(plan, given)
+        for given in (logits, logits.float())
+    ]
+    assert tokens(answers[0]) == tokens(answers[1])
+    assert answers[0].logprobs == answers[1].logprobs

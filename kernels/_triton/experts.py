@@ -5,8 +5,9 @@ the link at most once per launch when it fits the loop's tile of tokens; where a
 it read. An address may lie in the arena or in mapped host memory: the arithmetic is the same, and so is the result.
 
 Weights are the left operand (rows x columns), tokens the right one, so that a handful of tokens wastes little of the
-tensor cores. A single token takes the two launches of ``experts_one`` instead, and many tokens per expert those of
-``experts_wide``, unless results must not depend on the number of tokens.
+tensor cores. Packed weights that lie as is usual take the launches of ``experts_few`` instead, a single token the two
+of ``experts_one`` and many tokens per expert those of ``experts_wide``, unless results must not depend on the number
+of tokens.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ __all__ = ["CLAMPED_SWIGLU", "DENSE", "FP8_BLOCK", "INT4", "MXFP4", "SILU", "Blo
 SILU, CLAMPED_SWIGLU = 0, 1
 DECODE_TOKENS = 64
 """Up to so many tokens a launch is bound by reading weights, beyond it by multiplying."""
-FEW_PER_EXPERT = 24
-"""Tokens that an expert has on average up to which ``experts_few`` reads weights for sixteen of them at a time."""
+FEW_PER_EXPERT = {FP8_BLOCK: 24, INT4: 64, MXFP4: 32}
+"""Tokens that an expert has on average up to which ``experts_few``, which reads weights for sixteen of them at a time,
+was the faster one on an H200."""
 MAX_SHARING = 8
 """Programs that share an expert's tokens at most; each loops over the rest."""
 
@@ -269,7 +271,8 @@ def run_experts(
         return experts_wide.run_experts(
             x, weights, experts, table, block, inner, activation, limit, alpha, tee
         )
-    few = deterministic or tokens * experts.shape[1] <= FEW_PER_EXPERT * len(table)
+    most = FEW_PER_EXPERT.get(block.kind, 0) * len(table)
+    few = deterministic or tokens * experts.shape[1] <= most
     if few and not (single or tiles) and experts_few.serves(x, block, inner):
         return experts_few.run_experts(
             x, weights, experts, table, block, inner, activation, limit, alpha, tee

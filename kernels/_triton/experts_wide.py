@@ -27,7 +27,7 @@ from kernels._triton.experts_group import combine, copy_blocks, group_pairs
 
 DECODE_TOKENS = 64
 """Up to so many tokens in all, other kernels read weights that need no unpacking."""
-LEAST_TOKENS = {FP8_BLOCK: 192, INT4: 320, MXFP4: 160}
+LEAST_TOKENS = {FP8_BLOCK: 192, INT4: 192, MXFP4: 128}
 """Tokens that an expert has on average from which on unpacking pays, measured on an H200."""
 FEW_PER_EXPERT, SOME_PER_EXPERT = 24, 48
 """Tokens that an expert has on average up to which tiles of 32 and of 64 tokens were the fastest there."""

@@ -42,7 +42,9 @@ class GraphPool:
     What a graph answers lies outside of the pool."""
 
     def __init__(self) -> None:
-        self._stream = torch.cuda.Stream()
+        # Above the streams that steps fork: a kernel with many programs beside would else keep all others waiting until
+        # the last of them has begun. Captured kernels keep their stream's priority.
+        self._stream = torch.cuda.Stream(priority=-1)
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, run: Callable[[], None], warm_ups: int) -> torch.cuda.CUDAGraph:

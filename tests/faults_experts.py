@@ -122,12 +122,10 @@ FAULTS = [
     ),
     Fault(
         "kernels: a stored block goes without its scales",
-        "kernels._triton.experts_single",
-        old="pieces = triton.cdiv(sum(parts[3:]), WARP_WORDS) if tee is not None else 0",
+        "kernels._triton.experts_few",
+        old="pieces = triton.cdiv(sum(parts[3:]), COPIED_WORDS) if tee is not None else 0",
         new="pieces = 0",
-        tests=(
-            f"{FEW}::test_a_block_is_stored_whole_where_the_tee_points[fp8-kernels._triton.experts_single]",
-        ),
+        tests=(f"{FEW}::test_a_block_is_stored_whole_where_the_tee_points[fp8]",),
     ),
     Fault(
         "kernels: ages of use are those of the step before",

@@ -2,7 +2,7 @@
 
 A span is 64 bytes of a row, which four neighbouring threads read, sixteen bytes each. Which columns of the contraction
 a thread multiplies is free as long as the inputs come in the same order; here the order is such that no weight passes
-from one thread to another. The inputs are brought into it once, or as they are read.
+from one thread to another. The inputs are brought into it once.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _four(a, b, c, d):
 
 
 @triton.jit
-def _fp8(words, ROWS: tl.constexpr, RUN: tl.constexpr, ASM: tl.constexpr):
+def _fp8(words, ROWS: tl.constexpr, ASM: tl.constexpr):
     """[ROWS, 64] e4m3 times 2^-120, which is where their bits fall in a bfloat16."""
     if ASM:
         a, b, c, d = tl.inline_asm_elementwise(
@@ -89,8 +89,7 @@ def _fp8(words, ROWS: tl.constexpr, RUN: tl.constexpr, ASM: tl.constexpr):
     else:
         a, b, c, d = _e4m3(words), _e4m3(words >> 8), _e4m3(words >> 16), _e4m3(words >> 24)
     value = tl.reshape(_four(a, b, c, d), [ROWS, 4, 4, 2, 2])
-    value = tl.permute(value, (0, 2, 4, 1, 3)) if RUN == 2 else tl.permute(value, (0, 2, 1, 4, 3))
-    return tl.reshape(value, [ROWS, 64])
+    return tl.reshape(tl.permute(value, (0, 2, 4, 1, 3)), [ROWS, 64])
 
 
 @triton.jit
@@ -99,15 +98,14 @@ def _e4m3(word):
 
 
 @triton.jit
-def _packed(a, b, c, d, e, f, g, h, ROWS: tl.constexpr, RUN: tl.constexpr):
+def _packed(a, b, c, d, e, f, g, h, ROWS: tl.constexpr):
     """Even columns a to d and odd ones e to h of each word to [ROWS, 128]."""
     value = tl.reshape(tl.join(_four(a, b, c, d), _four(e, f, g, h)), [ROWS, 4, 4, 2, 2, 2])
-    value = tl.permute(value, (0, 5, 2, 4, 1, 3)) if RUN == 2 else tl.permute(value, (0, 5, 2, 1, 4, 3))
-    return tl.reshape(value, [ROWS, 128])
+    return tl.reshape(tl.permute(value, (0, 5, 2, 4, 1, 3)), [ROWS, 128])
 
 
 @triton.jit
-def _int4(words, zero, ROWS: tl.constexpr, RUN: tl.constexpr, ASM: tl.constexpr):
+def _int4(words, zero, ROWS: tl.constexpr, ASM: tl.constexpr):
     """[ROWS, 128] whole numbers less ``zero`` (int32, as ``words``)."""
     if ASM:
         a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
@@ -143,11 +141,11 @@ def _int4(words, zero, ROWS: tl.constexpr, RUN: tl.constexpr, ASM: tl.constexpr)
         c, d = ((words >> 8 & 15) - zero).to(tl.float32), ((words >> 24 & 15) - zero).to(tl.float32)
         e, f = ((words >> 4 & 15) - zero).to(tl.float32), ((words >> 20 & 15) - zero).to(tl.float32)
         g, h = ((words >> 12 & 15) - zero).to(tl.float32), ((words >> 28 & 15) - zero).to(tl.float32)
-    return _packed(a, b, c, d, e, f, g, h, ROWS, RUN)
+    return _packed(a, b, c, d, e, f, g, h, ROWS)
 
 
 @triton.jit
-def _mxfp4(words, factor, ROWS: tl.constexpr, RUN: tl.constexpr, ASM: tl.constexpr):
+def _mxfp4(words, factor, ROWS: tl.constexpr, ASM: tl.constexpr):
     """[ROWS, 128] e2m1 times 2^-126 times ``factor``, the bits of a bfloat16 in both halves of an int32."""
     if ASM:
         a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
@@ -191,7 +189,7 @@ def _mxfp4(words, factor, ROWS: tl.constexpr, RUN: tl.constexpr, ASM: tl.constex
         c, d = _e2m1(words >> 8) * scale, _e2m1(words >> 24) * scale
         e, f = _e2m1(words >> 4) * scale, _e2m1(words >> 20) * scale
         g, h = _e2m1(words >> 12) * scale, _e2m1(words >> 28) * scale
-    return _packed(a, b, c, d, e, f, g, h, ROWS, RUN)
+    return _packed(a, b, c, d, e, f, g, h, ROWS)
 
 
 @triton.jit
@@ -206,14 +204,12 @@ def _e2m1(word):
 def weigh_span(
     acc, words, inputs, span, row_ok, scales, cell_first, zeros, zero_offset, like,
     KIND: tl.constexpr, GROUP: tl.constexpr, CELLS: tl.constexpr, HAS_ZEROS: tl.constexpr, ASM: tl.constexpr,
-    ROWS: tl.constexpr, RUN: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """acc [ROWS, tokens] += a span's weights, of words [ROWS, 16], times its inputs [64 or 128, tokens] in their order.
-    ``cell_first`` is the first scale of each row, which has CELLS (an even number in MXFP4). RUN: how many neighbours
-    of a step a thread has, two for a warpgroup's tensor core instruction, four for a warp's (so the compiler lays out
-    joined values)."""
+    ``cell_first`` is the first scale of each row, which has CELLS (an even number in MXFP4)."""
     if KIND == 1:
-        weight = _fp8(words, ROWS, RUN, ASM).to(like.dtype.element_ty)
+        weight = _fp8(words, ROWS, ASM).to(like.dtype.element_ty)
         part = tl.dot(weight, inputs, input_precision="ieee")
         # A span behind the last column has no scale.
         scaled = row_ok & (cell_first * 0 + span * 64 // GROUP < CELLS)
@@ -223,7 +219,7 @@ def weigh_span(
         cell = cell_first + span * 128 // GROUP
         scaled = row_ok & (cell_first * 0 + span * 128 // GROUP < CELLS)
         zero = zero_cells(zeros, zero_offset, cell, scaled, HAS_ZEROS).to(tl.int32)
-        weight = _int4(words, tl.broadcast_to(zero[:, None], words.shape), ROWS, RUN, ASM)
+        weight = _int4(words, tl.broadcast_to(zero[:, None], words.shape), ROWS, ASM)
         part = tl.dot(weight.to(like.dtype.element_ty), inputs, input_precision="ieee")
         acc += part * scale_cells(scales, cell, scaled, KIND)[:, None]
     else:
@@ -238,6 +234,6 @@ def weigh_span(
             four = low.to(tl.int32) | (high.to(tl.int32) << 16)
         exponent = (four[:, None] >> (tl.arange(0, 16) // 4 * 8)[None, :]) & 0xFF
         factor = (tl.minimum(exponent, 191) + 63) * 0x00800080
-        weight = _mxfp4(words, factor, ROWS, RUN, ASM)
+        weight = _mxfp4(words, factor, ROWS, ASM)
         acc += tl.dot(weight.to(like.dtype.element_ty), inputs, input_precision="ieee") * 8.0
     return acc

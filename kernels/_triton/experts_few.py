@@ -32,19 +32,19 @@ def _add_step(
         value = tl.load(x_rows + step * COLUMNS + column, mask=x_ok, other=0.0)
         return weigh_span(
             acc, words, value, step, row_ok, scales, cell_first, zeros, zero_offset, like, KIND, GROUP, CELLS,
-            HAS_ZEROS, ASM, ROWS, 2,
+            HAS_ZEROS, ASM, ROWS,
         )  # fmt: skip
     else:
         first, second = tl.split(tl.permute(tl.reshape(words, [ROWS, 2, 16]), (0, 2, 1)))
         value = tl.load(x_rows + 2 * step * COLUMNS + column, mask=x_ok, other=0.0)
         acc = weigh_span(
             acc, first, value, 2 * step, row_ok, scales, cell_first, zeros, zero_offset, like, KIND, GROUP, CELLS,
-            HAS_ZEROS, ASM, ROWS, 2,
+            HAS_ZEROS, ASM, ROWS,
         )  # fmt: skip
         value = tl.load(x_rows + (2 * step + 1) * COLUMNS + column, mask=x_ok, other=0.0)
         return weigh_span(
             acc, second, value, 2 * step + 1, row_ok, scales, cell_first, zeros, zero_offset, like, KIND, GROUP, CELLS,
-            HAS_ZEROS, ASM, ROWS, 2,
+            HAS_ZEROS, ASM, ROWS,
         )  # fmt: skip
 
 
@@ -190,9 +190,9 @@ class FewTiles:
 
 
 TILES = {
-    FP8_BLOCK: (FewTiles(128, 16, 4, 4, 1), FewTiles(128, 16, 4, 4, 1)),
-    INT4: (FewTiles(128, 16, 4, 4, 1), FewTiles(128, 16, 4, 4, 1)),
-    MXFP4: (FewTiles(128, 16, 4, 3, 2), FewTiles(128, 16, 4, 3, 2)),
+    FP8_BLOCK: (FewTiles(128, 16, 4, 6), FewTiles(64, 16, 4, 6)),
+    INT4: (FewTiles(128, 16, 4, 6), FewTiles(64, 16, 4, 4)),
+    MXFP4: (FewTiles(64, 16, 4, 4, 2), FewTiles(64, 16, 4, 4, 2)),
 }
 """For gate and up, and for down: the same for any number of tokens, so that a token's bits do not depend on others."""
 

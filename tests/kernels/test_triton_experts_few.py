@@ -1,4 +1,4 @@
-"""Expert products of one token and of a few with packed weights against the meaning of their blocks, code by code."""
+"""Expert products of a few tokens with packed weights against the meaning of their blocks, code by code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernels._reference.experts import read_expert
-from kernels._triton import experts_few, experts_group, experts_single
+from kernels._triton import experts_few, experts_group
 from kernels._triton.expert_spans import place_of
 from worker.experts.block_format import block_format
 from worker.quantization.base import ExpertShape
@@ -30,10 +30,8 @@ FORMATS: dict[str, Any] = {
     "mxfp4": Mxfp4(),
 }
 SIZES = [(64, 192)]
-LARGE = [(256, 96), (256, 192), (2880, 2880)]
+LARGE = [(256, 96), (192, 192), (128, 2880)]
 NUM_EXPERTS, PER_TOKEN = 5, 3
-WIDE = experts_single.SingleTiles(128, 2, 1, 64, 2)
-"""The interpreter takes its time per program: few of them."""
 
 
 class Case:
@@ -60,18 +58,26 @@ class Case:
         self.weights = torch.rand(tokens, PER_TOKEN)
         self.experts = torch.stack([torch.randperm(NUM_EXPERTS)[:PER_TOKEN] for _ in range(tokens)])
 
-    def run(self, serving: Any, rows: slice = slice(None), tee: torch.Tensor | None = None) -> torch.Tensor:
+    def run(self, rows: slice = slice(None), tee: torch.Tensor | None = None) -> torch.Tensor:
         self.there = self.blocks.to(DEVICE)
         table = torch.tensor([block.data_ptr() for block in self.there], device=DEVICE)
-        moved = [value[rows].to(DEVICE) for value in (self.x, self.weights, self.experts)]
-        assert experts_few.serves(moved[0], self.where, self.inner)
+        x, weights, experts = (value[rows].to(DEVICE) for value in (self.x, self.weights, self.experts))
+        assert experts_few.serves(x, self.where, self.inner)
         tiles: Any = None
-        if DEVICE == "cpu" and serving is experts_single:
-            tiles = WIDE
-        elif DEVICE == "cpu":
+        if DEVICE == "cpu":  # the interpreter takes its time per program: few of them
             tiles = tuple(replace(own, rows=512) for own in experts_few.TILES[self.where.kind])
-        found: torch.Tensor = serving.run_experts(
-            *moved, table, self.where, self.inner, int(self.clamped), 7.0, 1.702, tee, tiles
+        found = experts_few.run_experts(
+            x,
+            weights,
+            experts,
+            table,
+            self.where,
+            self.inner,
+            int(self.clamped),
+            7.0,
+            1.702,
+            tee,
+            tiles,
         )
         return found.cpu()
 
@@ -115,41 +121,25 @@ def test_products_of_a_few_tokens(name: str, hidden: int, inner: int) -> None:
     case.experts[3] = -1  # a padding row
     case.experts[4:, 0] = 2  # more than a tile of tokens in one expert
     case.experts[4:, 1:] = torch.tensor([0, 4])
-    out = case.run(experts_few)
+    out = case.run()
     assert case.error(out) < TOLERANCE
     assert not out[3].any(), "a padding row is not zero"
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize(
-    ("hidden", "inner"), [*SIZES, *(pytest.param(*size, marks=ON_GPU) for size in LARGE)]
-)
-def test_products_of_one_token(name: str, hidden: int, inner: int) -> None:
-    if name == "mxfp4" and (hidden % 64 or inner % 64):
-        inner += 32
-    case = Case(name, hidden, inner, 1)
-    assert case.error(case.run(experts_single)) < TOLERANCE
-    case.experts[0, 1] = -1
-    assert case.error(case.run(experts_single)) < TOLERANCE
-
-
-@pytest.mark.parametrize("serving", [experts_few, experts_single])
 @pytest.mark.parametrize(("name", "codes"), [("fp8", range(8)), ("mxfp4", range(2))])
-def test_the_smallest_codes_keep_their_values(serving: Any, name: str, codes: range) -> None:
+def test_the_smallest_codes_keep_their_values(name: str, codes: range) -> None:
     case = Case(name, 128, 64, 1, codes)
-    assert case.error(case.run(serving)) < TOLERANCE
+    assert case.error(case.run()) < TOLERANCE
 
 
-@pytest.mark.parametrize("serving", [experts_few, experts_single])
 @pytest.mark.parametrize("name", ["fp8", "int4 zeros", "mxfp4"])
-def test_a_block_is_stored_whole_where_the_tee_points(serving: Any, name: str) -> None:
+def test_a_block_is_stored_whole_where_the_tee_points(name: str) -> None:
     case = Case(name, 64, 192, 1)
     kept = torch.zeros_like(case.blocks, device=DEVICE)
     expert = int(case.experts[0, 1])
     tee = torch.zeros(NUM_EXPERTS, dtype=torch.int64, device=DEVICE)
     tee[expert] = kept[expert].data_ptr()
-    assert case.error(case.run(serving, tee=tee)) < TOLERANCE
+    assert case.error(case.run(tee=tee)) < TOLERANCE
     assert torch.equal(kept[expert].cpu(), case.blocks[expert])
     assert not kept[torch.arange(NUM_EXPERTS) != expert].any(), "a block was stored where no tee points"
 
@@ -158,31 +148,29 @@ def test_a_block_is_stored_whole_where_the_tee_points(serving: Any, name: str) -
 def test_a_token_gets_the_same_bits_beside_others(name: str) -> None:
     case = Case(name, 64, 64, 18)
     case.experts[:] = torch.tensor([1, 3, 0])
-    together = case.run(experts_few)
+    together = case.run()
     for token in (0, 17):
-        assert torch.equal(case.run(experts_few, slice(token, token + 1))[0], together[token])
+        assert torch.equal(case.run(slice(token, token + 1))[0], together[token])
 
 
 def test_pairs_that_are_sorted_give_what_counted_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("int4", 64, 128, 3)
-    counted = case.run(experts_few)
+    counted = case.run()
     monkeypatch.setattr(experts_group, "MAX_COUNTED_PAIRS", 0)
-    assert torch.equal(case.run(experts_few), counted)
+    assert torch.equal(case.run(), counted)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["fp8", "int4 zeros", "mxfp4"])
 def test_a_gpu_stores_blocks_and_keeps_bits_too(name: str) -> None:
-    for serving in (experts_few, experts_single):
-        test_a_block_is_stored_whole_where_the_tee_points(serving, name)
+    test_a_block_is_stored_whole_where_the_tee_points(name)
     test_a_token_gets_the_same_bits_beside_others(name)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "codes"), [("fp8", range(8)), ("mxfp4", range(2))])
 def test_a_gpu_keeps_the_smallest_codes_too(name: str, codes: range) -> None:
-    for serving in (experts_few, experts_single):
-        test_the_smallest_codes_keep_their_values(serving, name, codes)
+    test_the_smallest_codes_keep_their_values(name, codes)
 
 
 @pytest.mark.parametrize(

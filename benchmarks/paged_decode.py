@@ -35,9 +35,9 @@ from benchmarks.shapes import DEMO, shape_geometry
 from memory.device.residency import Lane
 from worker.advise.formats import find_format
 
-TIMED_STEPS = {1: 32, 4: 12, 16: 6, 64: 4}
+TIMED_STEPS = {1: 24, 4: 10, 16: 5, 64: 3}
 """By batch: long steps need fewer."""
-WARM_STEPS = {1: 64, 4: 24, 16: 8, 64: 3}
+WARM_STEPS = {1: 48, 4: 16, 16: 6, 64: 2}
 """Of calibrated routing, so that the places hold what it uses; random routing has nothing to learn."""
 TRACE_LENGTHS = {1: 192, 4: 128, 16: 48, 64: 24}
 """Steps until a trace repeats itself."""

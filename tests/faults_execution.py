@@ -86,6 +86,13 @@ FAULTS = [
         tests=(SINGLE,),
     ),
     Fault(
+        "mixed steps: a row longer than any context has sizes",
+        "worker.execution.mixed",
+        old="if not fitting or longest > self.bounds[-1]:",
+        new="if not fitting:",
+        tests=(SINGLE,),
+    ),
+    Fault(
         "mixed steps: a rehearsal reads what the last step left",
         "worker.execution.mixed",
         old="self._values[: fields.size].copy_(torch.from_numpy(values))",

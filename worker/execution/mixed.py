@@ -105,7 +105,7 @@ class MixedSizes:
         ]
 
     def find(self, plan: StepPlan) -> MixedKey | None:
-        """The key that a plan with chunks fits; None where it is larger than all."""
+        """The key that a plan with chunks fits; None where its tokens or a context are more than any has."""
         decode = plan.num_decode_rows
         lengths = plan.query_len[decode:]
         if not len(lengths):
@@ -115,9 +115,10 @@ class MixedSizes:
         fitting = [
             tokens for tokens in self.tokens(rows) if tokens >= total and self.num_chunks(tokens) >= chunks
         ]
-        if not fitting:
-            return None
         longest = int((plan.num_computed + plan.query_len).max())
+        # Memory is measured by a whole step of one row, which a short context does not hold.
+        if not fitting or longest > self.bounds[-1]:
+            return None
         return rows, fitting[0], self.bounds[bisect_left(self.bounds, longest)]
 
 

@@ -213,6 +213,11 @@ def test_sizes_of_single_plans() -> None:
     others = MixedSizes.of(64, 2048, 40960, recurrent=False)
     assert others.find(plan_of([40] * 20)) == (0, 1024, 16384)
     assert others.find(plan_of([2049])) is None
+    # A whole step of one row, as memory is measured, is more than a short context.
+    short = MixedSizes.of(64, 2048, 1024, recurrent=True)
+    assert short.find(plan_of([1024])) == (0, 1024, 1024)
+    assert short.find(plan_of([2048])) is None
+    assert short.find(plan_of([1, 500], 600)) is None
 
 
 def test_a_rehearsal_fills_a_step_and_has_no_pages() -> None:

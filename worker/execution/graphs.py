@@ -143,14 +143,11 @@ class MixedGraphs:
 
     def capture(self, pool: GraphPool, keys: list[MixedKey] | None = None) -> None:
         """Captures ``keys`` (None: all). Nothing may be in flight."""
-        warm: set[tuple[int, int]] = set()
         with _told("steps with chunks", self._graphs):
             for key in self.keys if keys is None else keys:
                 self._steps.rehearse(key)
-                # Kernels do not differ by the longest context.
-                warm_ups = 0 if key[:2] in warm else MIXED_WARM_UPS
-                self._graphs[key] = pool.capture(partial(self._steps.forward, key), warm_ups)
-                warm.add(key[:2])
+                # Of every size: a context's splits, as a multiple of 16 or not, make another kernel to be compiled.
+                self._graphs[key] = pool.capture(partial(self._steps.forward, key), MIXED_WARM_UPS)
 
     def find(self, plan: StepPlan) -> MixedKey | None:
         """The padded sizes for a plan; None where it has none, which counts as an eager step."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
+from typing import cast
 
 import numpy as np
 import pytest
@@ -16,9 +17,10 @@ from tests.helpers.tiny import tiny_folder
 from tests.worker.models.test_families import random_prompt
 from worker.attention.base import AttentionPlan, AttentionShape, PagedGeometry
 from worker.config import WorkerConfig
+from worker.execution import graphs
 from worker.execution.batch import BatchBuilder
 from worker.execution.context import ForwardContext, StateGroup, TokenGroup
-from worker.execution.mixed import MixedSizes, MixedSteps
+from worker.execution.mixed import MixedKey, MixedSizes, MixedSteps
 from worker.execution.runner import ModelRunner
 from worker.execution.staging import HostUploads
 from worker.layers.delta_net import DeltaNetLayer
@@ -252,6 +254,35 @@ def test_a_rehearsal_fills_a_step_and_has_no_pages() -> None:
         assert lengths.tolist() == [tokens] + [0] * (len(lengths) - 1)
         row, number = state.layout.chunk_index.unbind(1)
         assert int((number * 64 < lengths[row]).sum()) == -(-tokens // 64)
+
+
+def test_every_size_runs_on_its_rehearsal_before_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled or loaded within a capture may end it, and kernels differ by the longest context too."""
+    sizes = MixedSizes.of(16, 100, 50000, recurrent=True)
+    ran: list[tuple[str, MixedKey]] = []
+
+    class Steps:
+        def __init__(self) -> None:
+            self.sizes = sizes
+
+        def rehearse(self, key: MixedKey) -> None:
+            ran.append(("rehearse", key))
+
+        def forward(self, key: MixedKey) -> None:
+            ran.append(("run", key))
+
+    class Pool:
+        def capture(self, run: Callable[[], None], warm_ups: int) -> object:
+            for _ in range(warm_ups):
+                run()
+            ran.append(("capture", ran[-1][1]))
+            return object()
+
+    monkeypatch.setattr(graphs, "_told", lambda *_: nullcontext())
+    mixed = graphs.MixedGraphs(cast("MixedSteps", Steps()))
+    mixed.capture(cast("graphs.GraphPool", Pool()))
+    assert len(sizes.bounds) == 2
+    assert ran == [(what, key) for key in sizes.keys for what in ("rehearse", "run", "capture")]
 
 
 @pytest.mark.parametrize("fused", [False, True])

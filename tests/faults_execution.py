@@ -12,7 +12,9 @@ IN_PLACE = f"{DECODE}::test_inputs_in_place_give_the_same_bits[qwen3_5_moe-48]"
 MIXED = "tests/worker/execution/test_mixed_steps.py::test_what_is_filled_is_what_is_built[lengths0]"
 SINGLE = "tests/worker/execution/test_mixed_steps.py::test_sizes_of_single_plans"
 REHEARSAL = "tests/worker/execution/test_mixed_steps.py::test_a_rehearsal_fills_a_step_and_has_no_pages"
-WARM = "tests/worker/execution/test_mixed_steps.py::test_every_size_runs_on_its_rehearsal_before_it_is_captured"
+WARM = (
+    "tests/worker/execution/test_mixed_steps.py::test_every_size_runs_on_its_rehearsal_before_it_is_captured"
+)
 BESIDE = "tests/worker/execution/test_mixed_steps.py::test_only_what_was_launched_beside_is_waited_for[False]"
 
 FAULTS = [

@@ -398,7 +398,8 @@ def test_an_engine_that_dies_later_ends_the_stream_with_an_error_event(tmp_path:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
 def test_a_long_prompt_does_not_hold_up_the_event_loop(folder: Path, path: str) -> None:
-    async def use(cluster: Cluster) -> None:
+    async def longest_share(cluster: Cluster) -> float:
+        """The longest time that nothing else ran, as a share of the request's."""
         loop = asyncio.get_running_loop()
         asked = asyncio.create_task(cluster.client.post(path, json={"prompt": "a b " * 400_000}))
         started = last = loop.time()
@@ -406,8 +407,15 @@ def test_a_long_prompt_does_not_hold_up_the_event_loop(folder: Path, path: str) 
         while not asked.done():
             await asyncio.sleep(0.005)
             longest, last = max(longest, loop.time() - last), loop.time()
-        # Reading the body still takes the loop's time; tokenising is the bulk and must not.
-        assert longest < 0.5 * (last - started)
         assert (await asked).status_code == (400 if path == "/v1/completions" else 200)
+        return longest / (last - started)
+
+    async def use(cluster: Cluster) -> None:
+        # Reading the body still takes the loop's time; tokenising is the bulk and must not. A machine that is busy
+        # elsewhere can hold anything up once.
+        for _ in range(3):
+            if await longest_share(cluster) < 0.5:
+                return
+        raise AssertionError("the event loop was held up three times")
 
     served(folder, use)

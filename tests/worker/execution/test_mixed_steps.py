@@ -174,6 +174,30 @@ def test_every_plan_that_fits_finds_the_smallest_sizes() -> None:
         assert len(sizes.keys) <= 80
         assert len(set(sizes.keys)) == len(sizes.keys)
         assert all(1 <= sizes.chunk_rows(size) <= most for size in sizes.alone + sizes.beside)
+        rng = random.Random(most)
+        for _ in range(60):
+            lengths = [
+                rng.choice([2, 17, 64, 65, 300, tokens]) for _ in range(rng.choice([1, 1, 2, min(9, most)]))
+            ]
+            decode = rng.choice([0, rng.randint(0, max(0, most - len(lengths)))])
+            check_smallest(sizes, plan_of([1] * decode + lengths), lengths)
+
+
+def check_smallest(sizes: MixedSizes, plan: StepPlan, lengths: list[int]) -> None:
+    """No smaller sizes hold the plan's rows, tokens, pieces of 64 tokens, and longest row."""
+    decode, pieces = plan.num_decode_rows, sum(-(-length // 64) for length in lengths)
+    fitting = [
+        (rows, tokens, bound)
+        for rows, tokens, bound in sizes.keys
+        if (rows > 0) == (decode > 0)
+        and rows >= decode
+        and tokens >= sum(lengths)
+        and sizes.num_chunks(tokens) >= pieces
+        and bound >= max(lengths)
+    ]
+    found = sizes.find(plan)
+    assert found == min(fitting, default=None)
+    assert found is None or sizes.chunk_rows(found[1]) >= len(lengths)
 
 
 def plan_of(lengths: list[int], computed: int = 0) -> StepPlan:

@@ -41,7 +41,9 @@ def check_exact(config: WorkerConfig, shares: tuple[tuple[float, str, bool], ...
     host = ModelRunner(replace(config, experts="paged")).pager.host  # type: ignore[union-attr]
     size, every = host.place_bytes, len(host.layers) * host.num_experts
     config = replace(config, arena_bytes=size * every + config.arena_bytes)
-    steps = record_steps(with_places(config, size, int(0.31 * every)), BATCHES, prompt_tokens=9, new_tokens=5)
+    steps = record_steps(
+        with_places(config, size, int(0.31 * every)), BATCHES, prompt_tokens=9, new_tokens=16
+    )
     assert {step.plan.num_rows for step in steps} >= set(BATCHES)
     want = replay(ModelRunner(config, table_experts), steps, config.arena_bytes, graphs=False)
     assert same_results(want, [step.result for step in steps]), "as it was recorded"

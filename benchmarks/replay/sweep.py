@@ -83,8 +83,9 @@ def run_one(case: Case, arena_bytes: int, mode: str, ratio: float, load: Load | 
 def calibrate_overhead(rates: Rates) -> Rates:
     """``rates`` with the time per layer at which the split shows :data:`PUBLISHED_TOKENS_PER_S` in ample memory.
 
-    The published figures of the other loads come from the same engine on the same card. What it read and computed is
-    bounded by the card and measured; how long it lingered over a layer only its throughput tells.
+    The published figures of the other loads are taken to come from the engine that showed this one on the same card.
+    What it read and computed is bounded by the card and measured; how long it lingered over a layer only its
+    throughput tells.
     """
     ample = next(case for case in published_cases() if case.load_name == "1k_256")
     load = ample.make_load()

@@ -12,8 +12,8 @@ its figures ``step_base_us``, ``step_row_us`` (or ``launch_us_per_layer``), ``pr
 ``attention_bandwidth_share``, ``weight_bandwidth_share`` and ``link_gb_per_s``, as ``benchmarks.replay.rates``
 explains; what it does not hold is assumed. One is not taken from there: the time per layer is the one at which the
 split shows the published throughput in ample memory, because the published figures that budgets are calibrated to are
-taken to be that engine's; ``16k_4k`` is shown at this engine's own rates as well. Each rate is printed with its source. All
-cases take ten minutes on one core (569 s beside other work), ``--only 16k_4k`` half a minute.
+taken to be that engine's; ``16k_4k`` is shown at this engine's own rates as well. Each rate is printed with its source.
+All cases take ten minutes on one core (569 s beside other work), ``--only 16k_4k`` half a minute.
 """
 
 from __future__ import annotations

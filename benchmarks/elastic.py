@@ -42,7 +42,7 @@ from benchmarks.elasticity.routing import ImposedRouting, Routing
 from benchmarks.elasticity.stage import Run, Setup, Stage, count_wrong
 from benchmarks.elasticity.stalls import StepFacts, max_stall_s
 from benchmarks.report import Conditions, Report, Value, publish, report_parser
-from benchmarks.shapes import shape_folder
+from benchmarks.shapes import cut_folder
 from worker.config import WorkerConfig
 from worker.scheduling.recording import RecordedStep
 
@@ -79,16 +79,6 @@ def make_phases(seconds: float, longest: int, chats: int, longs: int) -> tuple[P
         Phase("chats_after", seconds, chats=chats),
         Phase("mixed", seconds, chats=chats, longs=max(1, longs // 3), long_tokens=lengths),
     )
-
-
-def cut_folder(model: str, format: str, num_layers: int) -> Path:
-    """The shape's folder, of its first ``num_layers`` layers where that is above 0."""
-    folder = shape_folder(model, format)
-    if num_layers:
-        config = json.loads((folder / "config.json").read_text())
-        config["num_hidden_layers"] = num_layers
-        (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def make_setup(options: argparse.Namespace) -> Setup:

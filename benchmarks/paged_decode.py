@@ -25,13 +25,13 @@ import torch
 
 from benchmarks.gpu_engine import copy_bytes_per_s, generate, random_prompts
 from benchmarks.limits import LinkCurve, foresight_step_s, in_layer_step_s, share_of_limit
-from benchmarks.paging.engines import PROMPT_TOKENS, SPARE_ARENA_BYTES, Bench, cut_folder, open_bench
+from benchmarks.paging.engines import PROMPT_TOKENS, SPARE_ARENA_BYTES, Bench, open_bench
 from benchmarks.paging.link import link_curve
 from benchmarks.paging.loading import watched_memory
 from benchmarks.paging.routing import CALIBRATED, DOMAINS, RANDOM, Trace, make_trace
 from benchmarks.report import Conditions, Report, Value, publish, report_parser
 from benchmarks.routing_traces import RoutingModel
-from benchmarks.shapes import DEMO, shape_geometry
+from benchmarks.shapes import DEMO, cut_folder, shape_geometry
 from memory.device.residency import Lane
 from worker.advise.formats import find_format
 

@@ -71,6 +71,18 @@ def shape_folder(model: str, format: str) -> Path:
     return folder
 
 
+def cut_folder(model: str, format: str, num_layers: int) -> Path:
+    """The shape's folder, of its first ``num_layers`` layers where that is above 0. ValueError for the demo model,
+    whose folder is its own."""
+    if num_layers and model == DEMO:
+        raise ValueError("the demo model cannot be cut: its weights have all their layers")
+    folder = shape_folder(model, format)
+    if num_layers:
+        config = {**shape_config(model, format), "num_hidden_layers": num_layers}
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def shape_geometry(folder: Path) -> ModelGeometry:
     """The sizes of a folder's model, for limits."""
     return find_geometry(str(folder))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from benchmarks.gpu_engine import generate, random_prompts
 from benchmarks.paging.offload import LayerStream, OffloadedExperts
 from benchmarks.paging.routing import ImposedFactory, Routing, Trace
 from benchmarks.routing_traces import RoutingModel
-from benchmarks.shapes import shape_folder
 from memory.device.residency import Lane
 from worker.config import WorkerConfig
 from worker.engines.native import NativeEngine
@@ -171,16 +169,6 @@ class Bench:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-
-
-def cut_folder(model: str, format: str, num_layers: int) -> Path:
-    """The shape's folder, of its first ``num_layers`` layers where that is above 0."""
-    folder = shape_folder(model, format)
-    if num_layers:
-        config = json.loads((folder / "config.json").read_text())
-        config["num_hidden_layers"] = num_layers
-        (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def open_bench(folder: Path, experts: str, batches: Sequence[int], settings: Mapping[str, object]) -> Bench:

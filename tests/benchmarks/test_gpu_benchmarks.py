@@ -15,7 +15,7 @@ from benchmarks.http_throughput import ModelServer, figures, write_tokenizer
 from benchmarks.model_tables import Rates, Run
 from benchmarks.offline_throughput import Stream
 from benchmarks.prefill_speed import PrefillTable, prefill_flops
-from benchmarks.shapes import QUANTIZATION, shape_config, shape_folder, shape_geometry
+from benchmarks.shapes import QUANTIZATION, cut_folder, shape_config, shape_folder, shape_geometry
 from benchmarks.speed_tables import CostTable
 from benchmarks.step_profile import Kernel, breakdown, heaviest, part_of
 from benchmarks.streaming.closed_loop import Answered
@@ -173,3 +173,10 @@ def test_every_random_id_has_a_text(tmp_path: Path) -> None:
     assert tokenizer.get_vocab_size() == 3000
     assert tokenizer.decode([256, 2999]) == "w256.w2999."
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())
+
+
+def test_a_shape_is_cut_in_a_folder_of_its_own_and_the_demo_model_not_at_all() -> None:
+    folder = cut_folder("qwen3-30b-a3b", "fp8", 3)
+    assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 3
+    with pytest.raises(ValueError, match="cannot be cut"):
+        cut_folder("demo", "bf16", 3)

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.paging.engines import cut_folder
-from benchmarks.shapes import shape_folder
+from benchmarks.shapes import cut_folder, shape_folder
 from memory.device.residency import Lane
 from tests.helpers.paging import record_steps, same_results, with_places
 from worker.config import WorkerConfig

@@ -77,8 +77,14 @@ def test_the_manuals_file_deploys_a_wrong_one_says_why_and_operators_get_in(
     assert answer["model"] == "demo"
     assert answer["choices"][0]["message"]["content"] == "Deployed."
 
-    # The operators' routes over Serve's own proxy, which says whom it speaks for: a caller on this machine.
-    [worker] = httpx.get(f"{serve_url}/headroom/admin/replicas").json()["data"]
+    # The operators' routes over Serve's own proxy, which says whom it speaks for: a caller on this machine. What
+    # they show is the snapshot pushed last, which may have left the worker before the answer's end was counted.
+    end = time.monotonic() + 20.0
+    while True:
+        [worker] = httpx.get(f"{serve_url}/headroom/admin/replicas").json()["data"]
+        if worker["snapshot"]["num_finished"] or time.monotonic() > end:
+            break
+        time.sleep(0.05)
     assert (worker["model"], worker["snapshot"]["num_finished"]) == ("demo", 1)
     for report in ("arena", "experts"):
         [entry] = httpx.get(f"{serve_url}/headroom/{report}").json()["data"]

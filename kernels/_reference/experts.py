@@ -52,12 +52,14 @@ class Ahead:
     """What launches just ahead of the products bring, which need not be done when those begin.
 
     ``table`` [num_experts] int64: where each expert is to be read when they are done. An expert whose address lies from
-    ``first_place`` to ``last_place`` already is not among those that are brought.
+    ``first_place`` to ``last_place`` already is not among those that are brought. ``held``: what those launches read
+    beside the tables, kept for as long as they run; then pairs may be grouped beside them. None: behind them.
     """
 
     table: torch.Tensor
     first_place: int
     last_place: int
+    held: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

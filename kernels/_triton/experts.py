@@ -265,6 +265,7 @@ def run_experts(
     """
     tokens, width = x.shape
     single = tokens == 1 and not deterministic and experts_one.serves(block)
+    beside = ahead is not None and ahead.held is not None
     if ahead is not None and not single:
         table, ahead = ahead.table, None
     if not (deterministic or tiles) and experts_wide.serves(block, tokens, experts.shape[1], len(table)):
@@ -275,7 +276,7 @@ def run_experts(
     few = deterministic or tokens * experts.shape[1] <= most
     if few and not (single or tiles) and experts_few.serves(x, block, inner):
         return experts_few.run_experts(
-            x, weights, experts, table, block, inner, activation, limit, alpha, tee
+            x, weights, experts, table, block, inner, activation, limit, alpha, tee, beside=beside
         )
     if single:
         out = experts_one.run_experts(

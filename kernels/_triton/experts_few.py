@@ -213,14 +213,14 @@ def serves(x: torch.Tensor, block: BlockFormat, inner: int) -> bool:
 def run_experts(
     x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, table: torch.Tensor, block: BlockFormat, inner: int,
     activation: int, limit: float, alpha: float, tee: torch.Tensor | None = None,
-    tiles: tuple[FewTiles, FewTiles] | None = None,
+    tiles: tuple[FewTiles, FewTiles] | None = None, beside: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """See :func:`kernels._triton.experts.run_experts`."""
+    """See :func:`kernels._triton.experts.run_experts`; ``beside`` as for ``group_pairs``."""
     tokens, width = x.shape
     per_token, num_experts = experts.shape[1], table.shape[0]
     factor = HALF_WAY[block.kind]
     order, starts, inputs = group_pairs(
-        experts, num_experts, x, split=True, span_kind=block.kind, factor=factor
+        experts, num_experts, x, split=True, span_kind=block.kind, factor=factor, beside=beside
     )
     hidden = torch.empty(tokens * per_token, padded(inner), dtype=x.dtype, device=x.device)
     partial = torch.empty(tokens * per_token, width, dtype=torch.float32, device=x.device)

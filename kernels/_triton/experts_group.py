@@ -23,20 +23,24 @@ RANKED, SEEN, SPLIT_COLUMNS, COPIED_WORDS = 32, 256, 512, 2048
 def _group(
     experts, order, starts, x, split, pairs, num_experts, num_rank, num_start, width, x_stride, split_stride,
     KIND: tl.constexpr, FACTOR: tl.constexpr, RANKED: tl.constexpr, SEEN: tl.constexpr, COLUMNS: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
+    # BESIDE launches that only began when experts and x were complete, nothing has to be waited for; past the cache of
+    # the multiprocessor, since what they wait for themselves was not waited for here.
+    CACHE: tl.constexpr = ".cg" if BESIDE else ""
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
+        if not BESIDE:
+            gdc_wait()
     program = tl.program_id(0)
     if program < num_rank:
         pair = program * RANKED + tl.arange(0, RANKED)
-        key = tl.load(experts + pair, mask=pair < pairs, other=-1)
+        key = tl.load(experts + pair, mask=pair < pairs, other=-1, cache_modifier=CACHE)
         key = tl.where(key < 0, num_experts, key)
         rank = tl.zeros([RANKED], tl.int32)
         for start in range(0, pairs, SEEN):
             other = start + tl.arange(0, SEEN)
-            seen = tl.load(experts + other, mask=other < pairs, other=0)
+            seen = tl.load(experts + other, mask=other < pairs, other=0, cache_modifier=CACHE)
             seen = tl.where(seen < 0, num_experts, seen)
             before = (seen[None, :] < key[:, None]) | (
                 (seen[None, :] == key[:, None]) & (other[None, :] < pair[:, None])
@@ -48,7 +52,7 @@ def _group(
         count = tl.zeros([RANKED], tl.int32)
         for start in range(0, pairs, SEEN):
             other = start + tl.arange(0, SEEN)
-            seen = tl.load(experts + other, mask=other < pairs, other=-1)
+            seen = tl.load(experts + other, mask=other < pairs, other=-1, cache_modifier=CACHE)
             count += tl.sum(((seen >= 0)[None, :] & (seen[None, :] < expert[:, None])).to(tl.int32), 1)
         tl.store(starts + expert, count.to(tl.int64), mask=expert <= num_experts)
     else:
@@ -56,13 +60,15 @@ def _group(
         block = program - num_rank - num_start
         token = (block // blocks).to(tl.int64)
         column = block % blocks * COLUMNS + tl.arange(0, COLUMNS)
-        value = tl.load(x + token * x_stride + column, mask=column < width, other=0.0)
+        value = tl.load(x + token * x_stride + column, mask=column < width, other=0.0, cache_modifier=CACHE)
         if KIND < 0:
             place = (column % 2) * (width // 2) + column // 2
         else:
             place = place_of(column, KIND)
             value = (value.to(tl.float32) * FACTOR).to(split.dtype.element_ty)
         tl.store(split + token * split_stride + place, value, mask=column < split_stride)
+    if PDL and BESIDE:
+        gdc_wait()  # whoever waits for this launch waits for those beside it too
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +111,7 @@ def group_pairs(
     split: bool,
     span_kind: int = -1,
     factor: float = 1.0,
+    beside: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(token, choice) pairs sorted by expert, without a host sync, and the inputs as the products read them.
 
@@ -113,6 +120,9 @@ def group_pairs(
         x: [tokens, H] contiguous rows. split: put the even columns of each row before its odd ones.
         span_kind: with ``split``, the kind of weights whose order of spans the columns take instead, times ``factor``
             and with zeros behind them up to ``padded(H)``.
+        beside: the launches just ahead began when experts and x were complete, do not change them, and keep what they
+            read and write for as long as the products run: the pairs need not wait for them. Whoever waits for the
+            pairs waits for them too.
 
     Returns:
         order [pairs] int64, pair numbers by expert and then by token, padding last; starts [num_experts + 1] int64;
@@ -139,7 +149,7 @@ def group_pairs(
         _group[(programs,)](
             experts.contiguous(), order, starts, x, inputs, pairs, num_experts, num_rank, num_start, width, x.stride(0),
             columns, KIND=span_kind, FACTOR=factor, RANKED=RANKED, SEEN=SEEN, COLUMNS=SPLIT_COLUMNS, PDL=overlap,
-            launch_pdl=overlap,
+            BESIDE=beside, launch_pdl=overlap,
         )  # fmt: skip
     return order, starts, inputs
 

@@ -24,6 +24,7 @@ EXPERTS, PER_TOKEN = 5, 3
         pytest.param(Unquantized("float32"), 32, 1, id="dense-1"),
         pytest.param(Unquantized("float32"), 32, 2, id="dense-2"),
         pytest.param(Fp8Block(), 128, 1, id="fp8-1", marks=pytest.mark.gpu),
+        pytest.param(Fp8Block(), 128, 2, id="fp8-2"),
     ],
 )
 def test_what_is_brought_ahead_is_read_where_it_comes_to_lie(
@@ -52,9 +53,8 @@ def test_what_is_brought_ahead_is_read_where_it_comes_to_lie(
         table, targets = home.clone(), torch.zeros_like(home)
         table[:resident] = there[:resident]
         targets[resident : resident + taken] = there[resident : resident + taken]
-        ahead = Ahead(
-            torch.where(targets > 0, targets, table), places.data_ptr(), places.data_ptr() + places.numel()
-        )
+        first = places.data_ptr()
+        ahead = Ahead(torch.where(targets > 0, targets, table), first, first + places.numel(), held=targets)
         residency_gather.gather(table, targets, size)
         found = kernel.run_experts(x, weights, experts, table, where, size_of, ahead=ahead)
         assert torch.equal(found, want), f"{resident} resident, {taken} brought"

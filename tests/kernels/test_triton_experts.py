@@ -150,10 +150,11 @@ def test_pairs_are_grouped_by_expert_and_padding_comes_last(
         monkeypatch.setattr(experts_group, "MAX_COUNTED_PAIRS", 0)
     experts = torch.tensor([[2, 0], [-1, -1], [0, 2]], device=DEVICE)
     x = torch.arange(18.0, device=DEVICE).view(3, 6)
-    order, starts, split = experts_group.group_pairs(experts, 4, x, split=True)
-    assert starts.tolist() == [0, 2, 2, 4, 4]
-    assert order.tolist()[:4] == [1, 4, 0, 5]
-    assert split[1].tolist() == [6, 8, 10, 7, 9, 11]
+    for beside in (False, True):
+        order, starts, split = experts_group.group_pairs(experts, 4, x, split=True, beside=beside)
+        assert starts.tolist() == [0, 2, 2, 4, 4]
+        assert order.tolist()[:4] == [1, 4, 0, 5]
+        assert split[1].tolist() == [6, 8, 10, 7, 9, 11]
 
 
 def test_a_token_gets_the_same_bits_beside_others() -> None:

@@ -150,6 +150,7 @@ class ExpertPager:
         residency = self.residency
         if self._ring is not None:
             return self._run_pass(self._ring, row, x, weights, experts, where, inner, activation)
+        experts = experts.contiguous()  # kept for launches that run beside the next
         tee, ahead = self._bring(row, experts)
         out = run_experts(
             x,
@@ -177,7 +178,7 @@ class ExpertPager:
             return residency.decide(row, experts, row - 1), None
         targets, table = residency.decide_ahead(row, experts, row - 1)
         gather(residency.address[row], targets, self.host.block_bytes[row])
-        return None, Ahead(table, *residency.place_range)
+        return None, Ahead(table, *residency.place_range, held=targets)
 
     def _run_pass(
         self,

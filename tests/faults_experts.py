@@ -211,4 +211,20 @@ FAULTS = [
         new="0, 0, sum",
         tests=(f"{ENGINE}::test_the_market_hears_of_ghosts_and_prices_a_miss_at_the_measured_rate",),
     ),
+    Fault(
+        "a slot begins with what its last request used",
+        "worker.experts.use",
+        old="self._counts.index_fill_(0, self._started, 0)",
+        new="pass",
+        tests=("tests/worker/experts/test_expert_use.py::test_padding_sets_no_bit_and_a_slot_begins_anew",),
+    ),
+    Fault(
+        "everything that was ever chosen counts as used",
+        "kernels._reference.expert_use",
+        old="(2 * num_experts * now >= now.sum(2, keepdim=True))",
+        new="(now > 0)",
+        tests=(
+            "tests/kernels/test_triton_expert_use.py::test_bits_are_the_experts_chosen_half_as_often_as_on_average",
+        ),
+    ),
 ]

@@ -230,4 +230,14 @@ FAULTS = [
         new="            trunk.fail(failure)",
         tests=(f"{TRUNK}::test_a_trunk_that_cannot_be_opened_is_tried_again_with_the_next_request",),
     ),
+    Fault(
+        "what a request used is forgotten on the way to placement",
+        "serve_app.deployments.dispatch",
+        old="Outcome(True, cached, generated, last.used_expert_bits)",
+        new="Outcome(True, cached, generated)",
+        tests=(
+            "tests/serve_app/test_dispatch.py"
+            "::test_placement_learns_what_requests_used_and_not_what_was_resident",
+        ),
+    ),
 ]

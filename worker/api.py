@@ -176,6 +176,9 @@ class TokenEvent:
     A token that ended the output (end token or stop token id) is the last of ``token_ids``, counts as generated,
     and is named in ``stop_token_id`` so that the text layer can leave it out. ``logprobs`` has one entry per token
     when they were asked for. ``timeline`` comes with the first event, as far as it goes then, and with the last.
+    ``used_expert_bits`` may come with an event that ends an output (STOP, LENGTH) where experts are paged: a bit per
+    (layer, expert), ordered as :class:`ExpertResidency`'s, set where the output's tokens, since the request last took a
+    row, chose the expert at least half as often as the layer's experts on average.
     """
 
     request_id: str
@@ -186,6 +189,7 @@ class TokenEvent:
     stop_token_id: int | None = None
     error: str = ""
     timeline: RequestTimeline | None = None
+    used_expert_bits: bytes | None = None
 
     def merged_with(self, later: TokenEvent) -> TokenEvent:
         """This event and the next one of the same stream as one, for readers that are behind."""
@@ -206,6 +210,7 @@ def merged_events(events: Sequence[TokenEvent]) -> TokenEvent:
         stop_token_id=last.stop_token_id,
         error=last.error,
         timeline=next((event.timeline for event in reversed(events) if event.timeline is not None), None),
+        used_expert_bits=last.used_expert_bits,
     )
 
 

@@ -44,6 +44,7 @@ class WorkerConfig:
         pass_tokens: with ``paged``, most tokens of a prefill pass, which waiting prompts share and which streams
             missing experts beside decode steps; 0: on a GPU what suits its link, on a CPU none; -1: prompts are
             computed in steps. The start prints what it comes to.
+        expert_use: with ``paged``, whether each request's end says which experts it used, for placement.
         host_store: with ``paged``, ``private`` host memory, or ``shared`` with the other replicas of this host.
         attention_backend: ``auto`` or a name from the registry.
         deterministic: outputs do not depend on batch, chunks, cache hits or retraction.
@@ -72,6 +73,7 @@ class WorkerConfig:
     experts: str = "resident"
     expert_bytes: int = 0
     pass_tokens: int = 0
+    expert_use: bool = True
     host_store: str = "private"
     attention_backend: str = "auto"
     deterministic: bool = False

@@ -138,9 +138,13 @@ class Dispatcher:
 
     async def run(self) -> None:
         """Housekeeping, for as long as the Router lives: deadlines, lost tickets, workers that fell silent."""
+        now_s = time.monotonic()
         while True:
+            due_s = now_s + TICK_S
             await asyncio.sleep(TICK_S)
             now_s = time.monotonic()
+            if now_s - due_s > TICK_S:
+                self._pardon(now_s - due_s)
             self._placement.expire(now_s)
             for replica_id, (at_s, _) in list(self._reports.items()):
                 if now_s - at_s > DEAD_S:
@@ -294,6 +298,12 @@ class Dispatcher:
         self._placement.done(choice.ticket, time.monotonic(), outcome)
         self._place_waiting()
 
+    def _pardon(self, stood_s: float) -> None:
+        """This process stood still (a busy machine, a suspended one): what workers said meanwhile waits to be read."""
+        self._watchers.pardon(stood_s)
+        for replica_id, (at_s, report) in self._reports.items():
+            self._reports[replica_id] = (at_s + stood_s, report)
+
     def _wake_if_needed(self) -> None:
         """Where no worker is known to live and somebody waits, Serve is asked for any: it starts one where there is
         none, and a Router that is being taken away hears of new ones in no other way."""
@@ -351,4 +361,4 @@ class Dispatcher:
         cached = timeline.num_cached_tokens if timeline is not None else None
         generated = last.num_generated if completed else None
         # A stream that was read to any point did compute its prompt: only a refusal withdraws that.
-        self._end(choice, Outcome(completed=True, cached_tokens=cached, generated_tokens=generated))
+        self._end(choice, Outcome(True, cached, generated, last.used_expert_bits))

@@ -250,3 +250,30 @@ def test_later_tokens_come_gathered_the_first_at_once(tmp_path: Path) -> None:
         assert 2 <= len(texts) <= 20
 
     served(folder, use, coalescing=CoalescingConfig(messages_per_s=20.0, reserve=0.0, max_interval_s=0.05))
+
+
+def test_placement_learns_what_requests_used_and_not_what_was_resident(tmp_path: Path) -> None:
+    simulated = {"num_layers": 2, "num_experts": 64, "experts_per_token": 2, "resident_experts": 64}
+    folder = write_model_folder(tmp_path / "experts", script={"output": "echo", **simulated})
+
+    async def use(cluster: Cluster) -> None:
+        for _ in range(3):
+            for user, prompt in (("anna", "aaaa"), ("ben", "bbbb")):
+                body = {"prompt": prompt, "max_tokens": 4, "user": user}
+                answer = await cluster.client.post("/v1/completions", json=body)
+                assert answer.status_code == 200, answer.text
+        experts, simulation = (
+            cluster.dispatcher._placement.experts,
+            cluster.replicas["replica0"].engine._experts,
+        )
+        bits = {user: simulation.as_bytes(simulation.cells(ord(user[0]))) for user in ("anna", "ben")}
+        keys = [key for key in experts._profiles if "anna" in key or "ben" in key]
+        assert len(keys) == 2
+        for key in keys:
+            profile = experts.profile([key])
+            assert profile is not None
+            own, other = ("anna", "ben") if "anna" in key else ("ben", "anna")
+            assert experts.expected_misses(profile, bits[own]) == 0
+            assert experts.expected_misses(profile, bits[other]) > 0
+
+    served(folder, use)

@@ -36,12 +36,14 @@ LONGEST_SLEEP_S = 0.25
 class _Live:
     """One request in the engine."""
 
-    __slots__ = ("due_s", "generated", "num_retractions", "queued_s", "request", "source", "stamps")
+    __slots__ = ("cells", "due_s", "generated", "num_retractions", "queued_s", "request", "source", "stamps")
 
     def __init__(self, request: GenerateRequest, source: TokenSource) -> None:
         self.request = request
         self.source = source
         self.generated = 0
+        self.cells = 0
+        """experts that its tokens used, all of them"""
         self.due_s = 0.0
         self.num_retractions = 0
         self.queued_s = time.monotonic()
@@ -226,6 +228,7 @@ class FakeEngine:
         if not live.stamps.first_token_s:
             live.stamps = replace(live.stamps, first_token_s=time.time())
         live.due_s += self._script.miss_s * self._experts.use(token)
+        live.cells |= self._experts.cells(token)
         if self._script.tokens_per_s:
             # From the time it was due and not from now: a late step does not slow the stream down.
             live.due_s += 1.0 / self._script.tokens_per_s
@@ -242,7 +245,11 @@ class FakeEngine:
             return event if live.generated > 1 else replace(event, timeline=self._timeline(live))
         self._forget(live)
         self._counters.num_finished += 1
-        return replace(event, timeline=self._timeline(live, time.time()))
+        return replace(
+            event,
+            timeline=self._timeline(live, time.time()),
+            used_expert_bits=self._experts.as_bytes(live.cells),
+        )
 
     def _finish(self, live: _Live, reason: FinishReason) -> None:
         self._forget(live)

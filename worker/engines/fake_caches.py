@@ -59,13 +59,28 @@ class FakeExperts:
         self.hits = 0
         self.misses = 0
 
+    def _chosen(self, token: int, layer: int) -> list[int]:
+        first = (token * 7919 + layer * 104_729) % self._num_experts
+        return [(first + step) % self._num_experts for step in range(self._per_token)]
+
+    def cells(self, token: int) -> int:
+        """The experts that ``token`` uses, as bits of a residency map; 0 where nothing is simulated."""
+        cells = 0
+        for layer in range(len(self._layers)):
+            for expert in self._chosen(token, layer):
+                cells |= 1 << (layer * self._num_experts + expert)
+        return cells
+
+    def as_bytes(self, cells: int) -> bytes | None:
+        """Such bits as snapshots and events have them, None where nothing is simulated."""
+        num_bits = len(self._layers) * self._num_experts
+        return cells.to_bytes(-(-num_bits // 8), "little") if num_bits else None
+
     def use(self, token: int) -> int:
         """Counts the experts that ``token`` uses in every layer, takes the missing ones in, answers the misses."""
         missed = 0
         for layer, resident in enumerate(self._layers):
-            first = (token * 7919 + layer * 104_729) % self._num_experts
-            for step in range(self._per_token):
-                expert = (first + step) % self._num_experts
+            for expert in self._chosen(token, layer):
                 missed += expert not in resident
                 resident[expert] = None
                 resident.move_to_end(expert)
@@ -78,16 +93,13 @@ class FakeExperts:
 
     def residency(self) -> ExpertResidency | None:
         """The resident experts as bits, None where nothing is simulated."""
-        if not self._layers:
-            return None
-        bits = 0
+        cells = 0
         for layer, resident in enumerate(self._layers):
             for expert in resident:
-                bits |= 1 << (layer * self._num_experts + expert)
-        num_bits = len(self._layers) * self._num_experts
-        return ExpertResidency(
-            num_layers=len(self._layers),
-            num_experts=self._num_experts,
-            generation=self._generation,
-            bits=bits.to_bytes(-(-num_bits // 8), "little"),
+                cells |= 1 << (layer * self._num_experts + expert)
+        bits = self.as_bytes(cells)
+        return (
+            None
+            if bits is None
+            else ExpertResidency(len(self._layers), self._num_experts, self._generation, bits)
         )

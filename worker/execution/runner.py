@@ -12,7 +12,10 @@ from memory.api import PageSpec
 from memory.device.arena import Arena
 from memory.ledger.specs import expert_spec
 from worker.api import ModelInfo, TokenLogprobs
-from worker.attention.choice import choose_backend
+from worker.attention.base import AttentionBackend
+from worker.attention.choice import choose_backend, choose_decode_backend
+from worker.attention.decode_choice import measured_rows
+from worker.attention.decode_times import DecodeGroup
 from worker.config import WorkerConfig
 from worker.execution.batch import BatchBuilder, DeviceBatch
 from worker.execution.decode import DecodeSteps, batch_sizes, context_bounds
@@ -25,6 +28,7 @@ from worker.execution.staging import fetch, make_uploads
 from worker.execution.timing import StepTimer
 from worker.experts.pager import ExpertPager
 from worker.experts.passes import PassFacts, PassSize, plan_passes, tokens_in_windows
+from worker.experts.use import ExpertUse
 from worker.layers.decoder import HiddenStates
 from worker.models.base import ExpertFactory
 from worker.models.paged import PagingFactory, paged_factory
@@ -37,12 +41,13 @@ EXPERT_GROUP = "expert"
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A step that was started: what :meth:`ModelRunner.collect` turns into a result. ``sampled`` and ``corrupt`` lie on
-    the host and are whole when ``timer`` is done."""
+    """A step that was started: what :meth:`ModelRunner.collect` turns into a result. ``sampled``, ``corrupt`` and
+    ``leaning`` (see :class:`worker.experts.use.ExpertUse`) lie on the host and are whole when ``timer`` is done."""
 
     plan: StepPlan
     sampled: SampledRows | None
     corrupt: torch.Tensor | None
+    leaning: torch.Tensor | None
     timer: StepTimer
 
 
@@ -91,10 +96,13 @@ class ModelRunner:
         if isinstance(experts, PagingFactory):
             self.pager = experts.finish(loaded.device)
             self.page_specs += (expert_spec(EXPERT_GROUP, self.pager.host.place_bytes),)
+            if config.expert_use:
+                self.pager.use = self._watch_use(self.pager)
         self.passes = self._plan_passes()
         self._pace = LayerPace(self._device)
         self._shapes = {g.name: g.attention for g in self._model.groups if g.attention is not None}
         self._backend = choose_backend(config, tuple(self._shapes.values()), self._device)
+        self._decode_backend = self._choose_decode_backend()
         self._last_tokens = torch.zeros(config.max_running, dtype=torch.int64, device=self._device)
         self._sampler = Sampler(
             config.max_running, self._model.vocab_size, self.model_info.eos_token_ids, self._device
@@ -106,6 +114,27 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         self.mixed: MixedGraphs | None = None
         self._pool: GraphPool | None = None
+
+    def _watch_use(self, pager: ExpertPager) -> ExpertUse:
+        """Counts of what each row's decode steps choose."""
+        layers, experts = len(pager.host.layers), pager.host.num_experts
+        per_token = self.model_info.experts_per_token
+        return ExpertUse(self.config.max_running, layers, experts, per_token, self._device)
+
+    def _choose_decode_backend(self) -> AttentionBackend:
+        """What serves decode steps' attention, chosen ahead of everything that is captured or measures memory."""
+        dtype = str(self._model.decoder.dtype).removeprefix("torch.")
+        specs = {spec.name: spec for spec in self.page_specs}
+        groups = {
+            name: DecodeGroup(shape, len(specs[name].layers), specs[name].page_tokens, dtype)
+            for name, shape in self._shapes.items()
+        }
+        sizes = [
+            (rows, bound)
+            for bound in context_bounds(self.model_info.max_model_len)
+            for rows in measured_rows(self.config.max_running)
+        ]
+        return choose_decode_backend(self.config, self._backend, groups, sizes, self._device)
 
     def _plan_passes(self) -> PassSize | None:
         """How prompts are computed where experts are paged."""
@@ -151,7 +180,7 @@ class ModelRunner:
             self._model.decoder,
             self.arena,
             self._shapes,
-            self._backend,
+            self._decode_backend,
             self._last_tokens,
             self._model.vocab_size,
             self.model_info.max_model_len,
@@ -271,8 +300,10 @@ class ModelRunner:
     def _launched(self, plan: StepPlan, sampled: SampledRows | None, timer: StepTimer) -> LaunchedStep:
         corrupt = None if self.pager is None else fetch(self.pager.found)
         found = None if sampled is None else sampled.fetched()
+        use = None if self.pager is None or plan.staged else self.pager.use
+        leaning = None if use is None else use.count()
         timer.stop()
-        return LaunchedStep(plan, found, corrupt, timer)
+        return LaunchedStep(plan, found, corrupt, leaning, timer)
 
     @torch.inference_mode()
     def score(self, plan: StepPlan) -> torch.Tensor:
@@ -284,8 +315,13 @@ class ModelRunner:
     def _apply(self, plan: StepPlan) -> None:
         self._uploads.begin()
         if self.pager is not None:
+            use = self.pager.use
+            if use is not None:
+                use.begin_step(plan, self._uploads)
             # Bans come first: behind them the step's own moves and kernels may write where experts were.
             self.pager.begin_step(plan.step, plan.commands, plan.num_decode_rows, self._uploads)
+            if use is not None:
+                use.clear_started()
         self.arena.apply(plan.commands)
 
     def _forward(self, plan: StepPlan) -> tuple[DeviceBatch, HiddenStates]:
@@ -331,9 +367,12 @@ class ModelRunner:
             found = launched.sampled.logprobs
             if found:
                 logprobs = tuple((found[row],) if row in found else () for row in range(plan.num_rows))
+        used = None
         if self.pager is not None:
             self.pager.raise_if_corrupt(launched.corrupt)
-        return StepResult(plan.step, token_ids, plan.samples.astype(np.int64), logprobs, seconds)
+            if self.pager.use is not None and launched.leaning is not None:
+                used = self.pager.use.used_bits(launched.leaning)
+        return StepResult(plan.step, token_ids, plan.samples.astype(np.int64), logprobs, seconds, used)
 
     def finished_step(self, step: int) -> int:
         """Of a collected ``step``: the last one up to it whose copies beside the steps are done too. Never waits."""
@@ -352,4 +391,4 @@ class ModelRunner:
         self._closed = True
         self.detach_memory()
         self.pager = None
-        del self._model, self._backend, self._sampler, self._last_tokens, self._uploads
+        del self._model, self._backend, self._decode_backend, self._sampler, self._last_tokens, self._uploads

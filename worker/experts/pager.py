@@ -24,6 +24,7 @@ from worker.execution.staging import Uploads
 from worker.experts.link import ExpertLink
 from worker.experts.miss_lane import LaneChoice, LayerShape, measure_lanes
 from worker.experts.pass_ring import PassRing
+from worker.experts.use import ExpertUse
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +74,8 @@ class ExpertPager:
         """how fast missing experts come, where that is known; else it is measured at start"""
         self.inner_size = 0
         """of the widest expert; entered as layers are read"""
+        self.use: ExpertUse | None = None
+        """who is told what each layer of a step chose"""
 
     @property
     def residency(self) -> Residency:
@@ -166,6 +169,8 @@ class ExpertPager:
         )
         if not self._still and row == len(self.host.layers) - 1:
             residency.publish(row)
+        if not self._still and self.use is not None:
+            self.use.take(row, experts)
         return out
 
     def _bring(self, row: int, experts: torch.Tensor) -> tuple[torch.Tensor | None, Ahead | None]:

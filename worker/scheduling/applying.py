@@ -155,7 +155,8 @@ class Applier:
             events[row] = replace(events[row], timeline=line)
         for row in np.flatnonzero(taken.stopped | taken.full).tolist():
             reason = FinishReason.STOP if taken.stopped[row] else FinishReason.LENGTH
-            events[row] = self._finish(int(slots[row]), reason, events[row], now)
+            last = replace(events[row], used_expert_bits=_used_bits(result, int(at[row])))
+            events[row] = self._finish(int(slots[row]), reason, last, now)
         return events
 
     def _finish(
@@ -211,3 +212,9 @@ class Applier:
             finish_reason=FinishReason.ABORT,
             timeline=timeline,
         )
+
+
+def _used_bits(result: StepResult, row: int) -> bytes | None:
+    """The experts that a row's request used; None where that is not counted, and for one that ends with its prompt."""
+    used = result.used_experts
+    return used[row].tobytes() if used is not None and row < len(used) else None

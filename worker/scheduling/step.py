@@ -105,6 +105,8 @@ class StepResult:
         num_new: [rows] how many of them are real (0 for rows that did not sample).
         logprobs: per row its new tokens' log-probabilities; empty tuple where none were asked for; () if no row did.
         seconds: wall time of the step on the device side.
+        used_experts: [decode rows, bytes] the experts that each request has used so far, as ``TokenEvent`` has them;
+            None where that is not counted.
     """
 
     step: int
@@ -112,3 +114,4 @@ class StepResult:
     num_new: IntArray
     logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
     seconds: float = 0.0
+    used_experts: npt.NDArray[np.uint8] | None = None

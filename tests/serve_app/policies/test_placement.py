@@ -287,6 +287,19 @@ def test_a_tie_goes_where_the_fewest_experts_are_missing_however_cheap_they_are(
         assert chosen(placement.choose(facts([7, 8, 9], "new", "tenant"), 0.0, {"c"})) == "a"
 
 
+def test_what_was_used_decides_and_not_what_was_resident_where_it_ran() -> None:
+    placement = placement_with(
+        EXPERTS, a={"experts": residency(HALF_A, 1)}, b={"experts": residency(HALF_B, 1)}
+    )
+    for domain, used, elsewhere in (("left", HALF_A, "a"), ("right", HALF_B, "b")):
+        for _ in range(4):  # each ran where the other's experts lie
+            answer = placement.choose(facts([1, 2, 3], f"{domain} before", domain), 0.0, exclude={elsewhere})
+            assert isinstance(answer, Choice)
+            placement.done(answer.ticket, 0.0, Outcome(True, used_expert_bits=used))
+    assert chosen(placement.choose(facts([4], "new left", "left"), 1.0)) == "a"
+    assert chosen(placement.choose(facts([4], "new right", "right"), 1.0)) == "b"
+
+
 def test_without_a_report_of_use_the_residency_at_the_end_is_learned_from() -> None:
     placement = placement_with(EXPERTS, a={"experts": residency(HALF_A, 1)})
     for _ in range(6):

@@ -4,7 +4,8 @@
 
 All on the Qwen3.5-4B shape, random weights: the time of a captured step at batch 1 beyond what it reads at the copy
 bandwidth, by its layers; a prefill of 2,048 tokens as a share of 790 TFLOP/s; the KV that decode attention reads in 64
-contexts of 8,192 tokens, and the dense weights that products read at batch 1, as shares of the copy bandwidth.
+contexts of 8,192 tokens, and the dense weights that products read at batch 1, as shares of the copy bandwidth; and the
+time of captured steps of 16 to 64 rows beyond what they read at those two rates, as a straight line over the rows.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import re
 import statistics
 import time
+from collections.abc import Mapping
 
 from benchmarks.cpu_engine import run_prompts
 from benchmarks.gpu_engine import (
@@ -33,6 +35,7 @@ from worker.advise.formats import find_format
 
 MODEL, FORMAT = "qwen3.5-4b", "bf16"
 CONTEXT, LONG, ROWS = 1024, 8192, 64
+FITTED_ROWS = (16, 32, 64)
 PREFILL_TOKENS = 2048
 STEPS, SKIPPED = 48, 8
 PROFILER_START_S = 0.6
@@ -65,9 +68,25 @@ def seconds_of(kernels: list[Kernel], step_s: float, pattern: str = "", part: st
     return sum(k.end_us - k.start_us for k in chosen) / 1e6 / num_steps
 
 
+def row_line(beyond_s: Mapping[int, float]) -> dict[str, Value]:
+    """``step_base_us`` and ``step_row_us``: the straight line (least squares) through what steps take beyond what they
+    read, by rows. Empty where the line is none that a step could have: a part of it not above 0."""
+    row_s, base_s = statistics.linear_regression(list(beyond_s), list(beyond_s.values()))
+    if not (row_s > 0 and base_s > 0):
+        return {}
+    return {"step_base_us": 1e6 * base_s, "step_row_us": 1e6 * row_s}
+
+
+def beyond_reading_s(bench: GpuBench, rows: int, weights_rate: float, kv_rate: float) -> float:
+    """Seconds of a decode step of so many rows of :data:`CONTEXT` tokens less what it reads at these bytes a second."""
+    read_s = bench.geometry.dense_read_bytes(find_format(FORMAT)) / weights_rate
+    read_s += bench.held_bytes(CONTEXT + STEPS / 2, rows) / kv_rate
+    return decode_step_s(bench, rows, CONTEXT) - read_s
+
+
 def measure(bench: GpuBench, copy_rate: float) -> dict[str, Value]:
-    """The figures; the engine holds :data:`ROWS` contexts of :data:`LONG` tokens and has captured steps of 1 and ROWS
-    rows."""
+    """The figures; the engine holds :data:`ROWS` contexts of :data:`LONG` tokens and has captured steps of 1 and of
+    :data:`FITTED_ROWS` rows."""
     facts, geometry = shape_config(MODEL, FORMAT), bench.geometry
     bench.runner.claims = False
     bench.log.steps.clear()
@@ -80,12 +99,16 @@ def measure(bench: GpuBench, copy_rate: float) -> dict[str, Value]:
     weights_s = seconds_of(decode_kernels(bench, 1, CONTEXT, one_s), one_s, PRODUCTS)
     many_s = decode_step_s(bench, ROWS, LONG)
     attention_s = seconds_of(decode_kernels(bench, ROWS, LONG, many_s), many_s, part="attention")
-    kv_bytes = ROWS * LONG * geometry.full_kv_bytes()
+    kv_rate = ROWS * LONG * geometry.full_kv_bytes() / attention_s
+    weights_rate = geometry.dense_read_bytes(find_format(FORMAT)) / weights_s
+    beyond_s = {rows: beyond_reading_s(bench, rows, weights_rate, kv_rate) for rows in FITTED_ROWS}
     return {
         "launch_us_per_layer": 1e6 * (one_s - read_s) / len(geometry.layers),
         "prefill_flops_share": flops / prefill_s / DENSE_FLOPS_PER_S,
-        "attention_bandwidth_share": kv_bytes / attention_s / copy_rate,
-        "weight_bandwidth_share": geometry.dense_read_bytes(find_format(FORMAT)) / weights_s / copy_rate,
+        "attention_bandwidth_share": kv_rate / copy_rate,
+        "weight_bandwidth_share": weights_rate / copy_rate,
+        **row_line(beyond_s),
+        **{f"beyond_reading_ms_b{rows}": 1e3 * found_s for rows, found_s in beyond_s.items()},
         "step_ms_b1": 1e3 * one_s,
         "step_ms_b64_c8k": 1e3 * many_s,
         "attention_ms_b64_c8k": 1e3 * attention_s,
@@ -100,7 +123,7 @@ def report(row: dict[str, Value], copy_rate: float) -> Report:
         weights="random",
         prompts="random ids; decode contexts claimed, not computed",
         cache="warm kernels; no prefix cache",
-        batch=f"1 and {ROWS}; prefill 1",
+        batch=f"1 and {', '.join(map(str, FITTED_ROWS))}; prefill 1",
         context=f"{CONTEXT} and {LONG}; prefill {PREFILL_TOKENS}",
         resident="dense",
     )
@@ -115,7 +138,7 @@ def main() -> None:
     bench = open_bench(
         MODEL,
         FORMAT,
-        [1, ROWS],
+        [1, *FITTED_ROWS],
         arena_bytes=arena_for(geometry, ROWS, LONG + 1024),
         max_running=ROWS,
         max_model_len=2 * LONG,

@@ -95,17 +95,19 @@ def fused_residency(
     return FusedResidency(ResidencyTables(marks=marks, **tables), GhostTables(**ghosts), scratch, rules)
 
 
-def gather(table: torch.Tensor, targets: torch.Tensor, num_bytes: int) -> None:
+def gather(table: torch.Tensor, targets: torch.Tensor, num_bytes: int, programs: int = 0) -> None:
     """Copies the block at ``table[expert]`` to ``targets[expert]`` for every expert whose target is not 0, as
-    :func:`kernels.experts.copy_blocks` does, for launches that mostly find little or nothing to do.
+    :func:`kernels.experts.copy_blocks` does, for launches that mostly find little or nothing to do, and for those that
+    leave the device to others meanwhile.
 
     Args:
         table, targets: [num_experts] int64 addresses, 128-byte aligned: device memory, or mapped host memory.
         num_bytes: of a block, a multiple of 128.
+        programs: at most so many work at it, each a fraction of a processor's; 0: as many as bring one expert fastest.
     """
     if not table.is_cuda:
         reference.copy_blocks(table, targets, num_bytes)
         return
     from kernels._triton import residency_gather
 
-    residency_gather.gather(table, targets, num_bytes)
+    residency_gather.gather(table, targets, num_bytes, programs)

@@ -170,8 +170,11 @@ class EngineLoop:
         return events
 
     def _slice_s(self) -> float:
+        """What a pass may take until the next step. Undisturbed steps are known from before passes; where these follow
+        each other rows come and experts go meanwhile, and no step beside a pass takes less than half as long without
+        it: they share the link, and little else."""
         calm_s = min(self._calm_s or self._decode_s, self._decode_s)
-        return max(0.0, STREAMS_PACE * calm_s - self._decode_s)
+        return max(0.0, STREAMS_PACE * max(calm_s, self._decode_s / 2) - self._decode_s)
 
     def _retire(self) -> None:
         """Tells the ledger of steps that are done on the device, what a runner copies beside them included."""

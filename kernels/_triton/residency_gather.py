@@ -34,12 +34,13 @@ def _gather(
         tl.store(target + at, tl.load(source + at, mask=at < num_words), mask=at < num_words)
 
 
-def gather(table: torch.Tensor, targets: torch.Tensor, num_bytes: int) -> None:
+def gather(table: torch.Tensor, targets: torch.Tensor, num_bytes: int, programs: int = 0) -> None:
     """See :func:`kernels.residency.gather`."""
     device = targets.device
     processors = torch.cuda.get_device_properties(device).multi_processor_count if targets.is_cuda else 4
-    overlap = overlaps(targets)
-    _gather[(PROGRAMS_PER_PROCESSOR * processors,)](
+    # A launch beside the steps has no kernel ahead of it whose end it could hide.
+    overlap = overlaps(targets) and not programs
+    _gather[(programs or PROGRAMS_PER_PROCESSOR * processors,)](
         table, targets, len(targets), num_bytes // 8, EXPERTS=triton.next_power_of_2(len(targets)), WORDS=WORDS,
         OVERLAP=overlap, launch_pdl=overlap,
     )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -137,18 +138,35 @@ def test_the_running_check_of_a_gpu_finds_a_changed_word_and_names_its_owner() -
     assert int(check.found[0]) == 5
 
 
-def test_a_gather_brings_what_has_a_target_and_nothing_else() -> None:
+@pytest.mark.parametrize("programs", [0, 1, 5])
+def test_a_gather_brings_what_has_a_target_and_nothing_else(programs: int) -> None:
     experts, size = 11, 17 * 1024 + 128
     blocks = torch.randint(0, 256, (experts, size), dtype=torch.uint8).to(DEVICE)
     kept = torch.full((experts, size), 7, dtype=torch.uint8, device=DEVICE)
     table = blocks.data_ptr() + torch.arange(experts, device=DEVICE) * size
     targets = torch.zeros_like(table)
-    residency_gather.gather(table, targets, size)
+    residency_gather.gather(table, targets, size, programs)
     assert bool((kept == 7).all())
     for expert, place in ((2, 9), (5, 0), (10, 4)):
         targets[expert] = kept.data_ptr() + place * size
-    residency_gather.gather(table, targets, size)
+    residency_gather.gather(table, targets, size, programs)
     assert [torch.equal(kept[place], blocks[expert]) for expert, place in ((2, 9), (5, 0), (10, 4))] == [
         True
     ] * 3
     assert int((kept == 7).all(1).sum()) == experts - 3
+
+
+def test_a_gather_is_launched_with_no_more_programs_than_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    grids: list[tuple[int, ...]] = []
+
+    class Launches:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            grids.append(grid)
+            return lambda *_, **__: None
+
+    monkeypatch.setattr(residency_gather, "_gather", Launches())
+    none = torch.zeros(128, dtype=torch.int64, device=DEVICE)
+    for programs in (16, 0):
+        residency_gather.gather(none, none, 1 << 22, programs)
+    assert grids[0] == (16,)
+    assert grids[1][0] > 0

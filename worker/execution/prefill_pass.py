@@ -12,10 +12,14 @@ from worker.experts.pager import ExpertPager
 from worker.experts.pass_ring import PassRing
 from worker.layers.decoder import Decoder
 
+MOST_OVER = 1.1
+"""A slice may take a tenth more than its time to make up for shorter ones, no more: streams wait for it."""
+
 
 class LayerPace:
-    """How many layers take about so many seconds, by those that ran, in this pass and the ones before. On a GPU it is
-    told by events of an earlier slice, without waiting; until the first is done, one layer is taken at a time."""
+    """How many layers take about so many seconds, by those that ran, in this pass and the ones before, and by what the
+    link brings. On a GPU it is told by events of an earlier slice, without waiting; until something is known, one layer
+    is taken at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -24,17 +28,20 @@ class LayerPace:
         self._left = 0.0  # of a layer: what the slices before had more or less than their time
         self._slice: tuple[torch.cuda.Event, torch.cuda.Event, int] | None = None
 
-    def begin_pass(self, num_tokens: int) -> None:
+    def begin_pass(self, num_tokens: int, fill_s: float = 0.0) -> None:
         """A pass of so many tokens begins. More tokens are taken to need as much more; fewer to need the same, for it
-        may have been the link that took the time."""
+        may have been the link that took the time. ``fill_s``: seconds until the link has brought a layer's experts,
+        which no layer is faster than for long."""
         if self._num_tokens:
             self._layer_s *= max(1.0, num_tokens / self._num_tokens)
+        self._layer_s = max(self._layer_s, fill_s)
         self._num_tokens = num_tokens
         self._slice = None
         self._left = 0.0
 
     def layers(self, seconds: float) -> int:
-        """Layers for ``seconds``, at least one. Fractions are carried over: slices take their time on average."""
+        """Layers for ``seconds``, at least one. Fractions are carried over: slices take their time on average, and none
+        takes more than :data:`MOST_OVER` times it."""
         if self._slice is not None and self._slice[1].query():
             first, last, count = self._slice
             self._layer_s = first.elapsed_time(last) / 1e3 / count
@@ -42,8 +49,9 @@ class LayerPace:
         if not self._layer_s:
             return 1
         exact = seconds / self._layer_s + self._left
-        count = max(1, int(exact))
-        self._left = max(-1.0, exact - count)
+        most = int(MOST_OVER * seconds / self._layer_s)
+        count = max(1, min(int(exact), most))
+        self._left = min(1.0, max(-1.0, exact - count))
         return count
 
     def begin(self) -> tuple[float, torch.cuda.Event | None]:
@@ -85,7 +93,7 @@ class PrefillPass:
         self._stream, self._normed = decoder.enter(batch.token_ids)
         self._pace = pace
         self._next = 0
-        pace.begin_pass(len(batch.token_ids))
+        pace.begin_pass(len(batch.token_ids), ring.fill_s if ring is not None else 0.0)
 
     @property
     def is_done(self) -> bool:

@@ -70,6 +70,7 @@ class ExpertPager:
         self.lanes = LaneChoice(default="gather" if options.miss_lane == "gather" else "tee")
         """how missing experts are brought, by the number of tokens"""
         self._ring: PassRing | None = None
+        self._side: torch.cuda.Stream | None = None
         self.link: ExpertLink | None = None
         """how fast missing experts come, where that is known; else it is measured at start"""
         self.inner_size = 0
@@ -205,7 +206,13 @@ class ExpertPager:
 
     def make_ring(self, ring: PlaceRange | None) -> PassRing:
         """The staging of a prefill pass that begins now, through places that the ledger has banned for it."""
-        return PassRing(self.residency, self.host.block_bytes, ring)
+        rate = self.link.bytes_per_s if self.link is not None else 0.0
+        device = self.residency.address.device
+        if self._side is None and device.type == "cuda":
+            self._side = torch.cuda.Stream(
+                device
+            )  # one for all passes: torch hands out only so many different ones
+        return PassRing(self.residency, self.host.block_bytes, ring, rate, self._side)
 
     @contextmanager
     def passing(self, ring: PassRing) -> Iterator[None]:
@@ -234,6 +241,11 @@ class ExpertPager:
     def found(self) -> torch.Tensor:
         """[3] int64 on the device: places that did not hold their expert's bytes, then row and expert of the first."""
         return torch.zeros(3, dtype=torch.int64) if self._check is None else self._check.found
+
+    @property
+    def num_checked(self) -> int:
+        """Places that were compared, or are about to be in the stream's order."""
+        return 0 if self._check is None else self._check.num_checked
 
     def raise_if_corrupt(self, found: torch.Tensor | None = None) -> None:
         """EngineDead naming layer and expert when a place did not hold its expert's bytes. ``found``: a copy on the

@@ -7,9 +7,15 @@ from contextlib import nullcontext
 
 import torch
 
-from kernels.experts import copy_blocks
+from kernels.residency import gather
 from memory.api import PlaceRange
 from memory.device.residency import Lane, Residency
+
+RING_PROGRAMS = 16
+"""That fill a half, 16 KB on its way in each: what a link of 50 GB/s holds in some microseconds. A launch of a program
+per piece would have the whole device wait: what comes behind in another stream, be it a pass's layers or a decode step,
+begins when the last of its programs has begun, which is when the link has brought nearly everything. And a decode step,
+which asks for what it misses by many more programs, has most of the link while it needs it."""
 
 
 class PassRing:
@@ -22,19 +28,30 @@ class PassRing:
     On a GPU halves are filled on a stream of their own: behind the layer that read the half before, beside whatever the
     compute stream does, and a layer waits for its half alone. Blocks come from the host store, never from a place that
     could be let go while it is copied.
+
+    Attributes:
+        fill_s: seconds that the link is expected to need for a half.
     """
 
-    def __init__(self, residency: Residency, block_bytes: Sequence[int], ring: PlaceRange | None) -> None:
+    def __init__(
+        self,
+        residency: Residency,
+        block_bytes: Sequence[int],
+        ring: PlaceRange | None,
+        link_bytes_per_s: float = 0.0,
+        side: torch.cuda.Stream | None = None,
+    ) -> None:
         """``block_bytes`` per row; without a ``ring`` everything missing is read where it is. Begins with the first two
-        layers."""
+        layers. ``link_bytes_per_s``: 0 where it is not known. ``side``: where a GPU fills halves."""
         self._residency = residency
         self._block_bytes = tuple(block_bytes)
         size = 0 if ring is None else (ring.last - ring.first) // 2
+        self.fill_s = size * max(block_bytes) / link_bytes_per_s if link_bytes_per_s else 0.0
         first = 0 if ring is None else ring.first
         self._halves = (range(first, first + size), range(first + size, first + 2 * size))
         device = residency.address.device
         self._held = torch.zeros(2, residency.address.shape[1], dtype=torch.int64, device=device)
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._side = side
         self._filled: list[torch.cuda.Event | None] = [None, None]
         for row in range(min(2, len(self._block_bytes))):
             self._fill(row)
@@ -58,7 +75,7 @@ class PassRing:
         rank = missing.cumsum(0) - 1
         copied = missing & (rank < len(half))
         targets = torch.where(copied, residency.address_of(half.start + rank), 0)
-        copy_blocks(residency.host_address[row], targets, self._block_bytes[row])
+        gather(residency.host_address[row], targets, self._block_bytes[row], RING_PROGRAMS)
         self._held[row % 2] = targets
         residency.counts[Lane.STAGED, row] += copied.sum()
 

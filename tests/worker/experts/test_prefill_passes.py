@@ -18,7 +18,9 @@ from worker.config import WorkerConfig
 from worker.engines.native import NativeEngine
 from worker.execution.prefill_pass import LayerPace
 from worker.execution.runner import ModelRunner
+from worker.experts import pass_ring
 from worker.experts.pager import ExpertPager
+from worker.experts.pass_ring import PassRing
 from worker.experts.passes import PassFacts, plan_passes, priced_tokens, tokens_in_windows
 from worker.models.paged import table_experts
 from worker.scheduling.recording import RecordedStep
@@ -158,6 +160,57 @@ def test_the_ring_brings_what_is_missing_and_is_given_back() -> None:
     assert all(ring <= usable for ring in held.values()), "a ring was not given back"
 
 
+def order_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """What one pass gives to the streams of a device, in order: fills of halves, and layers."""
+    order: list[tuple[str, int]] = []
+    copy, table = PassRing._copy, PassRing.table
+    monkeypatch.setattr(PassRing, "_copy", lambda ring, row: (order.append(("fill", row)), copy(ring, row)))
+    monkeypatch.setattr(
+        PassRing, "table", lambda ring, row: (order.append(("layer", row)), table(ring, row))[1]
+    )
+    steps, _, _ = serve(few_places(settings()), long_prompts(1, 120))
+    assert any(step.plan.ring is not None for step in steps)
+    return order[len(order) - 1 - order[::-1].index(("fill", 0)) :]
+
+
+def seconds_of(order: Sequence[tuple[str, int]], fill_s: float, layer_s: float) -> float:
+    """When a device with a stream for fills and one for layers has done all that, in this order: a fill waits for the
+    layers launched before it, a layer for its own fill."""
+    computed_s = link_s = 0.0
+    filled: dict[int, float] = {}
+    for what, row in order:
+        if what == "fill":
+            link_s = filled[row] = max(link_s, computed_s) + fill_s
+        else:
+            computed_s = max(computed_s, filled[row]) + layer_s
+    return computed_s
+
+
+def test_the_link_works_while_layers_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a simulated link: whichever takes longer never waits for the other."""
+    order = order_of_a_pass(monkeypatch)
+    layers = sum(what == "layer" for what, _ in order)
+    assert layers == 4
+    assert seconds_of(order, 2.0, 1.0) == layers * 2.0 + 1.0
+    assert seconds_of(order, 1.0, 2.0) == 1.0 + layers * 2.0
+
+
+def test_a_half_is_filled_by_programs_that_leave_the_device_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    programs: list[int] = []
+    real = pass_ring.gather
+
+    def note(table: torch.Tensor, targets: torch.Tensor, num_bytes: int, most: int = 0) -> None:
+        programs.append(most)
+        real(table, targets, num_bytes, most)
+
+    monkeypatch.setattr(pass_ring, "gather", note)
+    serve(few_places(settings()), long_prompts(1, 120))
+    assert programs
+    assert all(0 < most <= 32 for most in programs), "a fill takes every processor"
+
+
 def test_few_tokens_of_a_prompt_are_computed_beside_the_streams() -> None:
     steps, _, _ = serve(settings(), [[40, 41, 42, 43, 44]])
     late = [step for step in steps if step.plan.started and step.plan.step > 3]
@@ -207,6 +260,7 @@ def test_the_pace_of_layers_is_kept_from_pass_to_pass(monkeypatch: pytest.Monkey
     assert pace.layers(10.0) == 1, "nothing is known yet"
     pace.end(pace.begin(), 4)
     assert [pace.layers(1.04) for _ in range(5)] == [10, 10, 11, 10, 11], "0.4 of a layer was lost each time"
+    assert [pace.layers(0.17) for _ in range(3)] == [1, 1, 1], "streams waited for what earlier slices lacked"
     assert [pace.layers(0.05) for _ in range(3)] == [1, 1, 1]
     assert pace.layers(0.4) == 3, "what slices of one layer had too much is not owed for ever"
     pace.begin_pass(50)
@@ -215,6 +269,8 @@ def test_the_pace_of_layers_is_kept_from_pass_to_pass(monkeypatch: pytest.Monkey
     assert pace.layers(0.9) == 2
     pace.end(pace.begin(), 1)
     assert pace.layers(0.9) == 3
+    pace.begin_pass(200, fill_s=0.45)
+    assert pace.layers(0.9) == 2, "the link takes longer than computing does"
 
 
 def test_the_size_of_a_pass_is_the_links() -> None:

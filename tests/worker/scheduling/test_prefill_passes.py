@@ -78,6 +78,21 @@ def test_the_pace_of_streams_leaves_the_rest_of_the_time_to_a_pass(monkeypatch: 
     assert runner.begun[-1].budgets == pytest.approx([STREAMS_PACE * 1e-3 - 2e-3] * 3)
 
 
+def test_a_pass_has_its_time_where_steps_have_become_longer_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes follow each other while rows come and experts go: what a step took before all that is no measure."""
+    desk = desk_of()
+    runner = runner_of(desk)
+    collect = runner.collect
+    monkeypatch.setattr(
+        runner, "collect", lambda handle: replace(collect(handle), seconds=8e-3 if runner.begun else 1e-3)
+    )
+    desk.ask("stream", prompt(0, 4), max_tokens=60, ignore_eos=True)
+    desk.step(4)
+    desk.ask("p", prompt(1, 80), max_tokens=3)
+    desk.step(6)
+    assert runner.begun[-1].budgets == pytest.approx([(STREAMS_PACE / 2 - 1) * 8e-3] * 3)
+
+
 def test_a_pass_alone_is_computed_at_once() -> None:
     desk = desk_of()
     desk.ask("p", prompt(1, 200), max_tokens=2)

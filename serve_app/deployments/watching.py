@@ -89,6 +89,11 @@ class Watchers:
         """A worker reported."""
         self._heard_s[replica_id] = now_s
 
+    def pardon(self, seconds: float) -> None:
+        """This process stood still for so long and could hear nobody: that is no worker's silence."""
+        for replica_id in self._heard_s:
+            self._heard_s[replica_id] += seconds
+
     def watch(self, replica_id: str, stream: ReplicaStream, ended_by_s: float) -> StreamWatch:
         """Looks after a stream from now on."""
         watch = StreamWatch(replica_id, stream, ended_by_s)

@@ -249,6 +249,7 @@ def open_bench(
         served_name=model,
         device="cuda",
         load=load,
+        beyond_trained_len=True,
         prefix_cache=False,
         **settings,  # type: ignore[arg-type]
     )

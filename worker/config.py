@@ -30,6 +30,7 @@ class WorkerConfig:
         dtype: of weights and activations; ``auto`` is the checkpoint's on a GPU and float32 on a CPU.
         kv_dtype: of attention KV; ``auto`` follows dtype; ``fp8_e4m3`` keeps a scale per token and head beside it.
         max_model_len: most tokens of a request, prompt and output together; 0: what the model was trained for.
+        beyond_trained_len: whether ``max_model_len`` may be more than that.
         max_running: most requests in one step.
         max_waiting: most requests in the worker's own queue; above it ``submit`` answers Overloaded.
         max_step_tokens: most tokens computed in one step (prefill is cut into chunks of at most this).
@@ -61,6 +62,7 @@ class WorkerConfig:
     dtype: str = "auto"
     kv_dtype: str = "auto"
     max_model_len: int = 0
+    beyond_trained_len: bool = False
     max_running: int = 64
     max_waiting: int = 1024
     max_step_tokens: int = 2048

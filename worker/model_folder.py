@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from worker.api import ModelInfo
-from worker.errors import ModelLoadError
+from worker.config import WorkerConfig
+from worker.errors import ConfigError, ModelLoadError
 
 _EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -43,24 +44,45 @@ def end_token_ids(*sources: Mapping[str, Any]) -> tuple[int, ...]:
     return ()
 
 
+def read_end_token_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The tokens that end an answer: as ``folder``'s generation_config.json says, else its configuration."""
+    return end_token_ids(read_json(folder / "generation_config.json"), text_config(config))
+
+
+def served_model_len(config: WorkerConfig, trained: int) -> int:
+    """Most tokens of a request: what was asked for, else what the model was trained for (0: nobody knows). ConfigError
+    where it would be more than that, and no option says that it may: behind it text becomes worse without a sign."""
+    asked = config.max_model_len
+    if 0 < trained < asked and not config.beyond_trained_len and config.load == "checkpoint":
+        raise ConfigError(
+            [
+                f"max_model_len={asked} is more than the {trained} positions that the model was trained for; a"
+                " checkpoint that can do more says so in its config.json (max_position_embeddings, with a rope type"
+                " that scales), and beyond_trained_len=true serves it longer all the same"
+            ]
+        )
+    return asked or trained
+
+
 def read_model_info(
-    folder: Path, *, name: str = "", max_model_len: int = 0, dtype: str = "float32", device: str = "cpu"
+    folder: Path, config: WorkerConfig, dtype: str = "float32", device: str = "cpu"
 ) -> ModelInfo:
-    """The facts of ``folder``'s config.json, generation_config.json and tokenizer.json; 0 or empty where none says."""
+    """The facts of ``folder``'s config.json, generation_config.json and tokenizer.json, as ``config`` names and limits
+    them; 0 or empty where none says. ModelLoadError, ConfigError."""
     wrapper = read_json(folder / "config.json")
-    config = text_config(wrapper)
-    trained_len = int(config.get("max_position_embeddings") or 0)
-    experts = next((int(config[key]) for key in _EXPERT_COUNT_KEYS if config.get(key)), 0)
+    facts = text_config(wrapper)
+    trained_len = int(facts.get("max_position_embeddings") or 0)
+    experts = next((int(facts[key]) for key in _EXPERT_COUNT_KEYS if facts.get(key)), 0)
     return ModelInfo(
-        name=name or folder.name,
+        name=config.served_name or folder.name,
         folder=str(folder),
         architecture=next(iter(wrapper.get("architectures") or [""])),
-        vocab_size=int(config.get("vocab_size") or _tokenizer_size(folder / "tokenizer.json")),
-        max_model_len=min((n for n in (max_model_len, trained_len) if n), default=0),
-        eos_token_ids=end_token_ids(read_json(folder / "generation_config.json"), config),
-        num_layers=int(config.get("num_hidden_layers") or 0),
+        vocab_size=int(facts.get("vocab_size") or _tokenizer_size(folder / "tokenizer.json")),
+        max_model_len=served_model_len(config, trained_len),
+        eos_token_ids=read_end_token_ids(folder, wrapper),
+        num_layers=int(facts.get("num_hidden_layers") or 0),
         num_experts=experts,
-        experts_per_token=_per_token(config) if experts else 0,
+        experts_per_token=_per_token(facts) if experts else 0,
         dtype=dtype,
         device=device,
     )

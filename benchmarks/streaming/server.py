@@ -62,6 +62,7 @@ def main(port: int) -> None:
                 served_name="paced",
                 engine="fake",
                 max_model_len=1 << 20,
+                beyond_trained_len=True,
                 graceful_shutdown_timeout_s=1.0,
                 log_level="warning",
                 **options,

@@ -295,7 +295,7 @@ class FakeEngine:
 
 
 def _model_info(config: WorkerConfig, folder: Path, script: FakeScript) -> ModelInfo:
-    found = read_model_info(folder, name=config.served_name, max_model_len=config.max_model_len)
+    found = read_model_info(folder, config)
     return replace(
         found,
         architecture="Fake",

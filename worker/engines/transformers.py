@@ -291,13 +291,8 @@ def _load(config: WorkerConfig, device: torch.device, dtype: torch.dtype | str) 
 
 
 def _model_info(config: WorkerConfig, model: Any, device: torch.device) -> ModelInfo:
-    info = read_model_info(
-        Path(config.model),
-        name=config.served_name,
-        max_model_len=config.max_model_len,
-        dtype=str(model.dtype).removeprefix("torch."),
-        device=str(device),
-    )
+    dtype = str(model.dtype).removeprefix("torch.")
+    info = read_model_info(Path(config.model), config, dtype, str(device))
     return replace(
         info,
         architecture=type(model).__name__,

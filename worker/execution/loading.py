@@ -24,6 +24,7 @@ from worker.execution.weights import (
     WeightSource,
     read_json,
 )
+from worker.model_folder import read_end_token_ids, served_model_len
 from worker.models import MODELS
 from worker.models.base import BuildOptions, ExpertFactory, Model, ModelFamily
 from worker.models.paged import table_experts
@@ -72,8 +73,8 @@ class OpenedModel:
             folder=str(folder),
             architecture=self.architecture,
             vocab_size=model.vocab_size,
-            max_model_len=config.max_model_len or model.max_model_len,
-            eos_token_ids=_eos_token_ids(folder, self.raw),
+            max_model_len=served_model_len(config, model.max_model_len),
+            eos_token_ids=read_end_token_ids(folder, self.raw),
             num_layers=model.num_layers,
             num_experts=model.num_experts,
             experts_per_token=model.experts_per_token,
@@ -104,12 +105,6 @@ def load_model(config: WorkerConfig, experts: ExpertFactory | None = None) -> Lo
         model = opened.build(WeightSource(opened.store, opened.device, opened.dtype, bar))
     opened.store.close()
     log.info("%s", _loaded_line(opened, time.perf_counter() - started_s))
-    if config.max_model_len > model.max_model_len:
-        log.warning(
-            "max_model_len=%d is more than the %d positions that the model was trained for: text is worse behind them",
-            config.max_model_len,
-            model.max_model_len,
-        )
     return LoadedModel(model, opened.info(model), opened.device, opened.dtype)
 
 
@@ -152,7 +147,7 @@ def open_model(config: WorkerConfig, experts: ExpertFactory | None = None) -> Op
         store = DequantizedStore(store, weight_format)
     dtype: torch.dtype = getattr(torch, dtype_name)
     rehearsal = WeightSource(store, torch.device("meta"), dtype)
-    family(raw, rehearsal, options)
+    served_model_len(config, family(raw, rehearsal, options).max_model_len)  # refuses before weights are read
     problems = rehearsal.problems()
     if problems:
         raise ModelLoadError(f"{folder}: {'; '.join(problems)}")
@@ -192,13 +187,3 @@ def _dtype_name(config: WorkerConfig, raw: Mapping[str, Any], device: torch.devi
     return str(text.get("dtype") or text.get("torch_dtype") or raw.get("dtype") or "bfloat16").removeprefix(
         "torch."
     )
-
-
-def _eos_token_ids(folder: Path, raw: Mapping[str, Any]) -> tuple[int, ...]:
-    path = folder / "generation_config.json"
-    found = read_json(path).get("eos_token_id") if path.is_file() else None
-    if found is None:
-        found = (raw.get("text_config") or raw).get("eos_token_id", raw.get("eos_token_id"))
-    if found is None:
-        return ()
-    return tuple(found) if isinstance(found, list) else (int(found),)

@@ -39,7 +39,7 @@ def made_up_prompts(vocab_size: int, num: int = _PROMPTS, tokens: int = _TOKENS)
 def read_prompts(path: Path, folder: Path) -> list[list[int]]:
     """One prompt a line: a JSON list of token ids, or text for the folder's tokenizer.json. ConfigError for a file
     that gives none of at least three tokens, and for a line that is no prompt for this model."""
-    vocab_size = read_model_info(folder).vocab_size
+    vocab_size = read_model_info(folder, WorkerConfig(model=str(folder))).vocab_size
     found = []
     tokenizer = None
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.prompts is not None:
             prompts = read_prompts(options.prompts, options.model)
         else:
-            prompts = made_up_prompts(max(1, read_model_info(options.model).vocab_size))
+            prompts = made_up_prompts(max(1, read_model_info(options.model, config).vocab_size))
         reference, sentence = choose_reference(options.reference, config, options.arena_bytes)
         print(sentence, flush=True)
         verifier = Verifier(config, prompts, options.arena_bytes, reference)

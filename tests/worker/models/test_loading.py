@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from tests.helpers.tiny import tiny_folder
 from worker.api import SamplingParams
 from worker.config import WorkerConfig
 from worker.errors import ConfigError, ModelLoadError
-from worker.execution.loading import load_model
+from worker.execution.loading import load_model, open_model
 from worker.execution.runner import ModelRunner
 
 Tensors = dict[str, torch.Tensor]
@@ -197,12 +198,13 @@ def test_random_weights_depend_on_the_seed_alone(tmp_path: Path) -> None:
         assert answer(tmp_path / family, load="random", seed=2) != first
 
 
-def test_more_positions_than_were_trained_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_more_positions_than_were_trained_are_refused_before_weights_are_read(tmp_path: Path) -> None:
     folder = str(tiny_folder("qwen3_moe"))
-    load_model(WorkerConfig(model=folder, device="cpu", max_model_len=4096))
-    assert not caplog.records
-    load_model(WorkerConfig(model=folder, device="cpu", max_model_len=4097))
-    assert "max_model_len=4097 is more than the 4096 positions" in caplog.text
+    assert load_model(WorkerConfig(model=folder, device="cpu", max_model_len=4096)).info.max_model_len == 4096
+    longer = WorkerConfig(model=folder, device="cpu", max_model_len=4097)
+    with pytest.raises(ConfigError, match=r"max_model_len=4097 .* 4096 positions .* beyond_trained_len=true"):
+        open_model(longer)
+    assert load_model(replace(longer, beyond_trained_len=True)).info.max_model_len == 4097
 
 
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ from kernels._reference.attention import PagedRows
 from kernels._triton.overlap import overlaps
 
 LOG2E = tl.constexpr(1.4426950408889634)
+SIZES = ("max_pages", "first_row", "num_rows", "num_splits")
+"""Of a step: no variants for those that are 1 or multiples of 16, each to be compiled when it first comes."""
 SPLIT_TOKENS = 256
 """Keys of one split: few, so that one long row fills the card; its partial result is 3 % of what it read."""
 DECODE_PAIRS = 64
@@ -116,7 +118,7 @@ def _find_row(query_start, first_row, num_rows, number, QUERIES: tl.constexpr):
     return low, number - begins
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _attend(
     query, key, value, key_scale, value_scale, sinks, out, partial, stats, tables, first_page, kv_len, query_start,
     max_pages, scale, window,
@@ -207,7 +209,7 @@ def _attend(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _add_splits(
     partial, stats, sinks, out, kv_len, num_splits, window, o_row, o_head,
     HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,

@@ -15,6 +15,7 @@ import torch
 from memory.api import PageKind
 from memory.device.arena import Arena
 from worker.attention.base import AttentionBackend, AttentionShape, PagedGeometry
+from worker.attention.sized import SizedAttention
 from worker.execution.batch import state_pages, token_pages
 from worker.execution.context import ForwardContext, StateGroup, TokenGroup
 from worker.execution.staging import Uploads
@@ -74,6 +75,11 @@ class DecodeSteps:
             for name in shapes
         }
         self.logits = torch.zeros(max_rows, vocab_size, dtype=decoder.dtype, device=device)
+
+    def attention_names(self, rows: int, bound: int) -> tuple[str, ...]:
+        """The backends that serve attention in steps of this size."""
+        backend = self._backend
+        return backend.names(rows, bound) if isinstance(backend, SizedAttention) else (backend.name,)
 
     def _columns(self, name: str, bound: int) -> int:
         """Columns of a table that a context of ``bound`` tokens can need, one more for a window's cut page."""

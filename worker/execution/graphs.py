@@ -89,6 +89,18 @@ class DecodeGraphs:
         """(rows, bound) of every graph there is to be, largest first: later ones fit in the memory of the first."""
         return [(rows, bound) for rows in reversed(self._sizes) for bound in reversed(self._bounds)]
 
+    @property
+    def roomiest_keys(self) -> list[tuple[int, int]]:
+        """Keys whose tensors leave room for those of all others: the largest one, and of each way to compute attention
+        the one with the most rows times context, for what its pieces of a row answer grows with both."""
+        most: dict[tuple[str, ...], tuple[int, int]] = {}
+        for rows, bound in self.keys:
+            names = self._steps.attention_names(rows, bound)
+            held = most.setdefault(names, (rows, bound))
+            if rows * bound > held[0] * held[1]:
+                most[names] = (rows, bound)
+        return list(dict.fromkeys([*self.keys[:1], *most.values()]))
+
     def capture(self, pool: GraphPool, keys: list[tuple[int, int]] | None = None) -> None:
         """Captures ``keys`` (None: all). Nothing may be in flight."""
         with _told("decode steps", self._graphs):

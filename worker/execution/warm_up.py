@@ -75,15 +75,16 @@ def _collect_garbage() -> None:
 
 
 def _capture_bytes(runner: ModelRunner, device: torch.device) -> int:
-    """Bytes of the graphs that are still to come, when the largest and the smallest of each kind are captured: the
-    smallest finds its tensors' room taken already, so what it costs is a graph itself."""
+    """Bytes of the graphs that are still to come, when those with the largest tensors and the smallest of each kind are
+    captured: the smallest finds its tensors' room taken already, so what it costs is a graph itself."""
     if runner.graphs is None or runner.mixed is None:
         return 0
     decode, mixed = runner.graphs.keys, runner.mixed.keys
-    runner.capture_graphs(decode[:1], mixed[:1])
-    return _bytes_each(runner, device, decode[-1:], []) * max(0, len(decode) - 2) + _bytes_each(
-        runner, device, [], mixed[-1:]
-    ) * max(0, len(mixed) - 2)
+    roomiest = runner.graphs.roomiest_keys
+    runner.capture_graphs(roomiest, mixed[:1])
+    decode_bytes = _bytes_each(runner, device, decode[-1:], [])
+    mixed_bytes = _bytes_each(runner, device, [], mixed[-1:])
+    return decode_bytes * max(0, len(decode) - len(roomiest) - 1) + mixed_bytes * max(0, len(mixed) - 2)
 
 
 def _bytes_each(

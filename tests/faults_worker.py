@@ -223,14 +223,14 @@ FAULTS = [
     ),
     Fault(
         "free lists: a page in use is free at once",
-        "memory.ledger.free_lists",
+        "tests.helpers.free_lists",
         old="if last_step > completed or page in pinned:",
         new="if page in pinned:",
         tests=(f"{MEMORY}::test_the_free_lists_hold_to_their_books",),
     ),
     Fault(
         "free lists: a double release passes",
-        "memory.ledger.free_lists",
+        "tests.helpers.free_lists",
         old='raise LedgerError(f"request {request} was released twice or never granted")',
         new="return",
         tests=(f"{MEMORY}::test_the_free_lists_hold_to_their_books",),

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memory.api import Ledger, PageSpec
-from memory.ledger.free_lists import FreeListLedger
 from tests.helpers.fake_pass import PassRunner
 from tests.helpers.fake_runner import (
     END_TOKEN_ID,
@@ -18,6 +17,7 @@ from tests.helpers.fake_runner import (
     state_spec,
     window_spec,
 )
+from tests.helpers.free_lists import FreeListLedger
 from worker.api import FinishReason, GenerateRequest, SamplingParams, TokenEvent
 from worker.config import WorkerConfig
 from worker.loop import EngineLoop

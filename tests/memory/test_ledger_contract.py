@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from memory.api import Grant, Ledger, PageAsk, PageKind, PageSpec, Shortage
-from memory.ledger.free_lists import FreeListLedger
 from memory.ledger.ledger import ArenaLedger
+from tests.helpers.free_lists import FreeListLedger
 from tests.memory.geometries import mixed_specs
 
 ARENA = 1 << 20

@@ -14,7 +14,8 @@ import httpx
 
 HANG_S = 40.0
 """An answer that brings nothing for so long is lost."""
-RETRIES = 8
+PATIENT_S = 30.0
+"""For so long a client tries again what was refused, failed or cut."""
 RETRY_S = 0.5
 
 
@@ -129,7 +130,8 @@ def _check_count(usage: dict[str, Any], question: Question) -> None:
 async def ask_and_judge(http: httpx.AsyncClient, question: Question, tally: Tally) -> None:
     """Asks until there is an answer: what was refused, failed or cut is tried again, as a good client does; each try is
     counted."""
-    for _ in range(RETRIES):
+    end_s = time.monotonic() + PATIENT_S
+    while time.monotonic() < end_s:
         try:
             async with asyncio.timeout(HANG_S):
                 tally.outcomes[await ask(http, question)] += 1
@@ -154,7 +156,7 @@ async def ask_and_judge(http: httpx.AsyncClient, question: Question, tally: Tall
             tally.lose(str(error))
             return
         await asyncio.sleep(RETRY_S)
-    tally.lose(f"no answer in {RETRIES} tries")
+    tally.lose(f"no answer in {PATIENT_S:g} s of trying")
 
 
 def new_client(url: str) -> httpx.AsyncClient:

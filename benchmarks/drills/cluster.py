@@ -16,7 +16,16 @@ TRANSPORTS: dict[str, dict[str, str]] = {
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "4",
     },
 }
-SURROUNDINGS = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+SURROUNDINGS = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "OMP_NUM_THREADS": "1",
+    # Ray gives its processes the least share of a busy machine unless told otherwise.
+    "RAY_worker_niceness": "0",
+    # Serve gives its proxy five seconds to start, and Serve's start fails with it: too few on a busy machine.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "30",
+}
 LOGICAL_CPUS = 4
 
 

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from benchmarks.drills.clients import Cut, Question, Told, ask
+from benchmarks.drills.heartbeat import Heartbeat
 from benchmarks.drills.service import Service
 
 TELL_S = 1.0
@@ -21,6 +22,12 @@ TELL_S = 1.0
 NOTICE_S = 8.0
 """The same where the worker only stands still: five seconds of silence, and the time to look."""
 REPLACED_S = 60.0
+PROMPT_S = 0.9
+"""A prompt of the longest question takes longer than this."""
+GONE_S = 20.0
+"""Requests whose clients left are gone by then; left alone they would run for much longer."""
+TRIES = 3
+"""Of what a busy machine can spoil without a promise being broken."""
 MUTE_S = 7.0
 SLOW_READERS = 8
 SLOW_TOKENS = 1000
@@ -61,6 +68,10 @@ class Drill:
             found = str(error)
         return found, time.monotonic()
 
+    async def whole(self) -> None:
+        """Waits until what was killed is replaced."""
+        await asyncio.to_thread(self.service.wait_until_whole, self.num_workers, self.num_routers, REPLACED_S)
+
     def begin(self, count: int, question: Question) -> list[asyncio.Task[tuple[str, float]]]:
         """Asks so many times at once."""
         return [asyncio.create_task(self.outcome(question)) for _ in range(count)]
@@ -78,15 +89,23 @@ LOST_IN_STREAM = "told 200 worker_failed"
 
 
 async def worker_killed_before_first_tokens(drill: Drill) -> None:
-    """Nobody notices: what had no token yet is computed elsewhere."""
-    asked = drill.begin(8, Question("word " * 300, 6))
-    await asyncio.sleep(0.3)
-    drill.service.kill("Worker")
-    # The prompts take a second and more; one that was quicker may have begun.
-    found = await asyncio.gather(*asked)
-    _expect(found, "complete", LOST_IN_STREAM)
-    if sum(outcome == LOST_IN_STREAM for outcome, _ in found) > 2:
-        raise Broken("requests that had no token yet were failed")
+    """Nobody notices: what had no token yet is computed elsewhere. Where the machine was so slow that tokens may have
+    come before the kill, it is tried again."""
+    for _ in range(TRIES):
+        began_s = time.monotonic()
+        asked = drill.begin(8, Question("word " * 300, 6))
+        await asyncio.sleep(0.3)
+        drill.service.kill("Worker")
+        in_time = time.monotonic() - began_s < PROMPT_S
+        # The prompts take a second and more; one that was quicker may have begun.
+        found = await asyncio.gather(*asked)
+        _expect(found, "complete", LOST_IN_STREAM)
+        if sum(outcome == LOST_IN_STREAM for outcome, _ in found) <= 2:
+            return
+        if in_time:
+            raise Broken("requests that had no token yet were failed")
+        await drill.whole()
+    raise Broken(f"the worker was killed too late {TRIES} times")
 
 
 async def worker_killed_in_mid_stream(drill: Drill) -> None:
@@ -96,19 +115,19 @@ async def worker_killed_in_mid_stream(drill: Drill) -> None:
         # Unlike prompts: a shared one would be answered where its prefix is.
         asked = [task for n in range(8) for task in drill.begin(1, Question(f"{n} hello", 300))]
         await asyncio.sleep(0.7)
-        killed_s = time.monotonic()
-        drill.service.kill("Worker", index)
+        async with Heartbeat(drill.http) as heart:
+            killed_s = time.monotonic()
+            drill.service.kill("Worker", index)
+            await asyncio.sleep(TELL_S)
         found = await asyncio.gather(*asked)
         _expect(found, "complete", LOST_IN_STREAM)
         told_s = [at_s - killed_s for outcome, at_s in found if outcome == LOST_IN_STREAM]
         drill.tell_s += told_s
-        if told_s and max(told_s) > TELL_S:
+        if told_s and max(told_s) > TELL_S + heart.allowance_s:
             raise Broken(f"an error event came {max(told_s):.2f} s after the worker's death")
         if told_s:
             return
-        await asyncio.to_thread(
-            drill.service.wait_until_whole, drill.num_workers, drill.num_routers, REPLACED_S
-        )
+        await drill.whole()
     raise Broken("no stream noticed the death of its worker")
 
 
@@ -144,12 +163,13 @@ async def worker_stalled(drill: Drill) -> None:
     os.kill(pid, signal.SIGSTOP)
     stopped_s = time.monotonic()
     try:
-        asked += drill.begin(4, Question("word " * 100, 5))
-        found = await asyncio.gather(*asked)
+        async with Heartbeat(drill.http) as heart:
+            asked += drill.begin(4, Question("word " * 100, 5))
+            found = await asyncio.gather(*asked)
     finally:
         os.kill(pid, signal.SIGCONT)
     _expect(found, "complete", LOST_IN_STREAM)
-    if (last_s := max(at_s for _, at_s in found) - stopped_s) > NOTICE_S:
+    if (last_s := max(at_s for _, at_s in found) - stopped_s) > NOTICE_S + heart.allowance_s:
         raise Broken(f"a request at the stalled worker ended only {last_s:.1f} s later")
 
 
@@ -158,7 +178,7 @@ async def clients_gone(drill: Drill) -> None:
     asked = drill.begin(12, Question("hello", 3000, leave_after=2))
     _expect(await asyncio.gather(*asked), "left")
     # Each of the others has one request at most; what is more than that was left behind.
-    end_s = time.monotonic() + 5.0
+    end_s = time.monotonic() + GONE_S
     while True:
         snapshots = await asyncio.to_thread(drill.service.snapshots)
         live = sum(s.num_running + s.num_waiting for s in snapshots)
@@ -205,11 +225,16 @@ def _connection(url: str) -> socket.socket:
 
 async def queue_full(drill: Drill) -> None:
     """Past the queue's bound there is a 429 that says when to come again, and nothing else goes wrong."""
-    found = await asyncio.gather(*drill.begin(240, Question("hello", 40)))
-    _expect(found, "complete", "told 429 overloaded")
-    refused = sum(outcome != "complete" for outcome, _ in found)
-    if not 0 < refused < len(found):
-        raise Broken(f"{refused} of {len(found)} were refused")
+    for _ in range(TRIES):
+        found = await asyncio.gather(*drill.begin(240, Question("hello", 40)))
+        _expect(found, "complete", "told 429 overloaded")
+        refused = sum(outcome != "complete" for outcome, _ in found)
+        if refused == len(found):
+            raise Broken("all of them were refused")
+        if refused:
+            return
+        # A machine that is slow to ask is answered as fast as it asks.
+    raise Broken(f"none of {len(found)} was refused, {TRIES} times")
 
 
 async def redeployed(drill: Drill) -> None:

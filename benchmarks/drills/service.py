@@ -6,11 +6,12 @@ import os
 import signal
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
 
+from benchmarks.drills.figures import by_router
+from benchmarks.drills.processes import resident, titles
 from benchmarks.drills.worker import Arrivals, DrillWorker
 from serve_app.build import application
 from serve_app.config import AppArgs
@@ -106,13 +107,17 @@ class Service:
         # A page of any kind is of at least one byte; how many there are is told where there are any.
         return sum(held), sum(-(-num_bytes // PAGE_BYTES) for num_bytes in held)
 
-    def open_bookings(self, timeout_s: float = 5.0) -> int:
+    def open_bookings(self, timeout_s: float = SETTLE_S) -> int:
         """Requests that Routers still count as waiting or placed, after some time at most: their sum over some looks,
         since which Router answers is chance."""
         end = time.monotonic() + timeout_s
         while True:
             pages = [httpx.get(self.url + "/metrics", timeout=10).text for _ in range(8)]
-            left = max(int(_gauge(page, "headroom_queued") + _gauge(page, "headroom_open")) for page in pages)
+            left = max(
+                int(sum(by_router(page, name).values()))
+                for page in pages
+                for name in ("headroom_queued", "headroom_open")
+            )
             if not left or time.monotonic() > end:
                 return left
             time.sleep(0.2)
@@ -134,13 +139,14 @@ class Service:
             page = httpx.get(self.url + "/metrics", timeout=10).text
         except httpx.HTTPError:
             return False
-        return f"headroom_workers {workers}.0" in page
+        known = by_router(page, "headroom_workers").values()
+        return bool(known) and all(count == workers for count in known)
 
     # -- its processes --------------------------------------------------------------------------------------------
 
     def pids(self, part: str) -> list[int]:
         """Processes of the Router or the Worker deployment, by the title that Ray gives them."""
-        return sorted(pid for pid, title in _titles() if f"ray::ServeReplica:{self.name}:{part}" in title)
+        return sorted(pid for pid, title in titles() if f"ray::ServeReplica:{self.name}:{part}" in title)
 
     def kill(self, part: str, index: int = 0) -> int:
         """Kills one process outright; its id."""
@@ -152,50 +158,12 @@ class Service:
         """Resident memory by part, shared pages counted by their share; ``proxy`` is what stands in front,
         ``controller`` Serve's own."""
         used = dict.fromkeys((*PARTS, "proxy", "controller"), 0)
-        for pid, title in _titles():
+        for pid, title in titles():
             for part in PARTS:
                 if f"ray::ServeReplica:{self.name}:{part}" in title:
-                    used[part] += _resident(pid)
+                    used[part] += resident(pid)
             if "ProxyActor" in title or "HAProxy" in title or title.startswith("haproxy"):
-                used["proxy"] += _resident(pid)
+                used["proxy"] += resident(pid)
             if "ServeController" in title:
-                used["controller"] += _resident(pid)
+                used["controller"] += resident(pid)
         return used
-
-
-def _gauge(page: str, name: str) -> float:
-    for line in page.splitlines():
-        if line.startswith(name + " "):
-            return float(line.split()[1])
-    return 0.0
-
-
-def _titles() -> list[tuple[int, str]]:
-    """Processes of this process's own cluster; others may run on the machine."""
-    titles: dict[int, str] = {}
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                stat = (entry / "stat").read_text().rpartition(")")[2].split()
-                titles[int(entry.name)] = (entry / "cmdline").read_text(errors="replace")
-            except OSError:  # it ended meanwhile
-                continue
-            parents[int(entry.name)] = int(stat[1])
-    return [(pid, title) for pid, title in titles.items() if _descends(pid, parents)]
-
-
-def _descends(pid: int, parents: dict[int, int]) -> bool:
-    while pid in parents and pid != os.getpid():
-        pid = parents[pid]
-    return pid == os.getpid()
-
-
-def _resident(pid: int) -> int:
-    try:
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        return 0
-    return 0

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from benchmarks.drills.cluster import SURROUNDINGS
+from benchmarks.drills.figures import by_router
+from benchmarks.drills.processes import titles
+from tests.helpers.eventually import eventually
 from worker.api import WorkerSnapshot
 
 LOGICAL_CPUS = 4
+DEPLOY_S = 120.0
+"""Starting processes takes a multiple of the usual on a busy machine."""
 
 
 @dataclass(frozen=True)
@@ -40,24 +44,21 @@ class ServedApp:
             handle._init(_run_router_in_separate_loop=True)
         return list(handle.broadcast("snapshot", "").results())
 
-    def wait_for_workers(self, count: int, timeout_s: float = 10.0) -> None:
+    def wait_for_workers(self, count: int) -> None:
         """Returns once the Router has heard of so many workers."""
-        end = time.monotonic() + timeout_s
-        while f"headroom_workers {count}.0" not in httpx.get(self.url + "/metrics").text:
-            assert time.monotonic() < end, f"{count} workers did not report"
-            time.sleep(0.05)
+        eventually(
+            lambda: httpx.get(self.url + "/metrics", timeout=20).text,
+            lambda page: set(by_router(page, "headroom_workers").values()) == {count},
+            within_s=DEPLOY_S,
+        )
+
+    def settled(self) -> None:
+        """Waits until no worker has a request."""
+        eventually(self.snapshots, lambda states: not any(s.num_running + s.num_waiting for s in states))
 
     def worker_pids(self) -> list[int]:
-        """Process ids of the workers, by the title that Ray gives them."""
-        title = f"ray::ServeReplica:{self.name}:Worker"
-        found = []
-        for entry in Path("/proc").iterdir():
-            try:
-                if entry.name.isdigit() and title in (entry / "cmdline").read_text():
-                    found.append(int(entry.name))
-            except OSError:
-                continue
-        return found
+        """Process ids of the workers, by the title that Ray gives them; of no other cluster on this machine."""
+        return sorted(pid for pid, title in titles() if f"ray::ServeReplica:{self.name}:Worker" in title)
 
 
 Deploy = Callable[..., ServedApp]
@@ -74,9 +75,8 @@ def free_port() -> int:
 @pytest.fixture(scope="session")
 def serve_url() -> Iterator[str]:
     """Address of a fresh local Ray cluster with Serve."""
-    os.environ["RAY_AUTH_MODE"] = "disabled"
+    os.environ.update(SURROUNDINGS)
     os.environ.setdefault("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "1")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     import ray
     from ray import serve
 

@@ -10,6 +10,7 @@ import pytest
 from benchmarks.drills.clients import new_client
 from benchmarks.drills.service import Service
 from benchmarks.replica_affinity import DOMAINS, REPLICAS, Run, converse, options_of, trace
+from tests.serve_app.conftest import DEPLOY_S
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
@@ -21,7 +22,7 @@ def test_conversations_land_where_placement_says_and_return_to_their_prefixes(se
     service = Service("affine", serve_url, options_of(expert_affinity=True))
     service.deploy()
     try:
-        service.wait_until_whole(REPLICAS, 1, 90.0)
+        service.wait_until_whole(REPLICAS, 1, DEPLOY_S)
         cached = asyncio.run(_converse(service.url))
         arrivals = service.arrivals()
         states = service.snapshots()

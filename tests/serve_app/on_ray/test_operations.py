@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,9 @@ import httpx
 import pytest
 import yaml
 
+from tests.helpers.eventually import eventually
 from tests.helpers.tokenizers import scripted, write_model_folder
+from tests.serve_app.conftest import DEPLOY_S
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
@@ -33,17 +34,18 @@ class Declared:
 
         self._client.deploy_apps(ServeDeploySchema.model_validate(content))
 
-    def status(self, name: str, *wanted: str, timeout_s: float = 40.0) -> tuple[str, str]:
-        """Status and message of an application, once the status is one of those wanted."""
+    def message(self, name: str, wanted: str) -> str:
+        """What Serve says of an application once its status is the one wanted."""
         from ray import serve
 
-        end = time.monotonic() + timeout_s
-        while True:
-            state = serve.status().applications.get(name)
-            if state is not None and state.status.value in wanted:
-                return state.status.value, state.message
-            assert time.monotonic() < end, f"{name} is {state}"
-            time.sleep(0.1)
+        state = eventually(
+            lambda: serve.status().applications.get(name),
+            lambda state: state is not None and state.status.value == wanted,
+            within_s=DEPLOY_S,
+            pause_s=0.1,
+        )
+        assert state is not None
+        return state.message
 
     def delete(self, *names: str) -> None:
         """Takes applications away."""
@@ -69,27 +71,26 @@ def test_the_manuals_file_deploys_a_wrong_one_says_why_and_operators_get_in(
     good["args"] |= {"model": str(folder), "engine": "fake", "graceful_shutdown_timeout_s": 2.0}
     wrong = {**good, "name": "wrong", "route_prefix": "/wrong", "args": {**good["args"], "max_runing": 3}}
     declared.deploy({"applications": [good, wrong]})
-    _, message = declared.status("wrong", "DEPLOY_FAILED")
+    message = declared.message("wrong", "DEPLOY_FAILED")
     assert "there is no option 'max_runing'; did you mean 'max_running'" in message
-    declared.status("headroom", "RUNNING")
+    declared.message("headroom", "RUNNING")
     body = {"messages": [{"role": "user", "content": "hello"}]}
-    answer = httpx.post(f"{serve_url}/headroom{CHAT}", json=body, timeout=20).json()
+    answer = httpx.post(f"{serve_url}/headroom{CHAT}", json=body, timeout=60).json()
     assert answer["model"] == "demo"
     assert answer["choices"][0]["message"]["content"] == "Deployed."
 
     # The operators' routes over Serve's own proxy, which says whom it speaks for: a caller on this machine. What
     # they show is the snapshot pushed last, which may have left the worker before the answer's end was counted.
-    end = time.monotonic() + 20.0
-    while True:
-        [worker] = httpx.get(f"{serve_url}/headroom/admin/replicas").json()["data"]
-        if worker["snapshot"]["num_finished"] or time.monotonic() > end:
-            break
-        time.sleep(0.05)
+    [worker] = eventually(
+        lambda: httpx.get(f"{serve_url}/headroom/admin/replicas", timeout=20).json()["data"],
+        lambda data: data[0]["snapshot"]["num_finished"] > 0,
+    )
     assert (worker["model"], worker["snapshot"]["num_finished"]) == ("demo", 1)
     for report in ("arena", "experts"):
-        [entry] = httpx.get(f"{serve_url}/headroom/{report}").json()["data"]
+        [entry] = httpx.get(f"{serve_url}/headroom/{report}", timeout=20).json()["data"]
         assert entry == {"model": "demo", "replica": worker["replica"], report: None}
-    flushed = httpx.post(f"{serve_url}/headroom/admin/flush", json={"replica": worker["replica"]})
+    chosen = {"replica": worker["replica"]}
+    flushed = httpx.post(f"{serve_url}/headroom/admin/flush", json=chosen, timeout=20)
     assert flushed.json()["data"][0]["freed_bytes"] is None
     assert httpx.post(f"{serve_url}/headroom/admin/drain", json={"replica": "nobody"}).status_code == 404
     elsewhere = {"x-forwarded-for": "192.0.2.7"}

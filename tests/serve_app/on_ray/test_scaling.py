@@ -11,26 +11,26 @@ import pytest
 
 from benchmarks.drills.clients import Crowd
 from benchmarks.drills.service import Service
+from tests.helpers.eventually import eventually
 from tests.helpers.tokenizers import scripted, write_model_folder
+from tests.serve_app.conftest import DEPLOY_S
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 BODY = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 QUICK = {"cool_down_s": 1.0, "down_hold_s": 1.0, "zero_hold_s": 1.0, "retractions_high": 0.1}
-UP_S = 15.0
 
 
-def wait_for(service: Service, count: int, timeout_s: float) -> float:
+def wait_for(service: Service, count: int) -> float:
     """Waits until so many workers are there; the seconds it took."""
     began = time.monotonic()
-    while len(service.pids("Worker")) != count:
-        took_s = time.monotonic() - began
-        assert took_s < timeout_s, f"{len(service.pids('Worker'))} workers, not {count}, after {took_s:.0f} s"
-        time.sleep(0.1)
+    eventually(
+        lambda: service.pids("Worker"), lambda pids: len(pids) == count, within_s=DEPLOY_S, pause_s=0.1
+    )
     return time.monotonic() - began
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(400)
 def test_workers_follow_the_load_from_zero_to_three_and_back_and_no_stream_is_cut(
     serve_url: str, tmp_path: Path
 ) -> None:
@@ -48,6 +48,11 @@ def test_workers_follow_the_load_from_zero_to_three_and_back_and_no_stream_is_cu
         service.delete()
 
 
+def retractions(service: Service) -> int:
+    """How often workers sent requests back."""
+    return sum(state.num_retractions for state in service.snapshots())
+
+
 async def _up_and_down(service: Service) -> None:
     assert not service.pids("Worker")
     began = time.monotonic()
@@ -59,14 +64,14 @@ async def _up_and_down(service: Service) -> None:
 
     few = Crowd(service.url, num_clients=1, seed=1, longest=60)
     many = Crowd(service.url, num_clients=14, seed=2, longest=60)
-    up_s = await asyncio.to_thread(wait_for, service, 3, UP_S)
-    sent_back = sum(state.num_retractions for state in await asyncio.to_thread(service.snapshots))
-    assert sent_back, "the load did cause retractions"
+    up_s = await asyncio.to_thread(wait_for, service, 3)
+    # The load does cause retractions, and streams are still running when most of it ends.
+    sent_back = await asyncio.to_thread(eventually, lambda: retractions(service))
     await asyncio.sleep(1.0)
     await many.stop()
-    down_s = await asyncio.to_thread(wait_for, service, 1, 40.0)
+    down_s = await asyncio.to_thread(wait_for, service, 1)
     await few.stop()
-    zero_s = await asyncio.to_thread(wait_for, service, 0, 20.0)
+    zero_s = await asyncio.to_thread(wait_for, service, 0)
     print(
         f"1 -> 3 in {up_s:.1f} s ({sent_back} sent back), 3 -> 1 in {down_s:.1f} s, 1 -> 0 in {zero_s:.1f} s"
     )
@@ -84,9 +89,9 @@ def test_a_policy_that_fails_leaves_the_application_running(serve_url: str, tmp_
     service = Service("unscaled", serve_url, options)
     service.deploy()
     try:
-        service.wait_until_whole(1, 1, 20.0)
+        service.wait_until_whole(1, 1, DEPLOY_S)
         time.sleep(1.5)  # several looks
-        assert httpx.post(service.url + "/v1/chat/completions", json=BODY).status_code == 200
+        assert httpx.post(service.url + "/v1/chat/completions", json=BODY, timeout=60).status_code == 200
         assert len(service.pids("Worker")) == 1
     finally:
         service.delete()  # which a controller whose policy raises never does

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(500)
 def test_a_round_of_all_faults_loses_and_leaves_nothing(serve_url: str, tmp_path: Path) -> None:
     service = Service("soak", serve_url, options_of("fake", tmp_path))
     service.deploy()

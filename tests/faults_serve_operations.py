@@ -29,6 +29,20 @@ FAULTS = [
         tests=(f"{_DEADLINES}::test_a_worker_that_falls_silent_ends_its_streams",),
     ),
     Fault(
+        "operations: a Router that stood still takes its workers for dead",
+        "serve_app.deployments.dispatch",
+        old="            if now_s - due_s > TICK_S:",
+        new="            if False:",
+        tests=(f"{_DEADLINES}::test_a_router_that_stood_still_takes_no_worker_for_dead",),
+    ),
+    Fault(
+        "operations: a Router that stood still fails its streams",
+        "serve_app.deployments.dispatch",
+        old="        self._watchers.pardon(stood_s)\n",
+        new="",
+        tests=(f"{_DEADLINES}::test_a_router_that_stood_still_takes_no_worker_for_dead",),
+    ),
+    Fault(
         "operations: a client that leaves is taken for a deadline",
         _WATCHING,
         old="and reader is not None and not reader.uncancel():",

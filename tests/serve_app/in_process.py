@@ -25,6 +25,7 @@ from serve_app.policies.placement import Placement, PlacementConfig
 from serve_app.text.chat_formats import make_chat_format
 from serve_app.text.chat_template import ChatTemplate
 from serve_app.text.tokenizer import load_text_model
+from tests.helpers.eventually import some_turns, soon
 from worker.api import GenerateRequest
 from worker.config import WorkerConfig
 from worker.engines.fake import FakeEngine
@@ -106,13 +107,19 @@ class Cluster:
         states = [replica.engine.snapshot() for replica in self.replicas.values()]
         return sum(state.num_running + state.num_waiting for state in states)
 
-    async def settle(self, timeout_s: float = 3.0) -> int:
+    def num_generated(self) -> int:
+        """Tokens of all engines together."""
+        return sum(replica.engine.snapshot().generated_tokens for replica in self.replicas.values())
+
+    async def flowing(self, num_tokens: int) -> None:
+        """Waits until so many tokens were made since now, and the first of them have reached whoever reads."""
+        before = self.num_generated()
+        await soon(lambda: self.num_generated() >= before + num_tokens)
+        await some_turns()
+
+    async def settle(self) -> int:
         """Waits until no engine has a request; answers how many are left."""
-        for _ in range(int(timeout_s / 0.01)):
-            if not self.num_live():
-                break
-            await asyncio.sleep(0.01)
-        return self.num_live()
+        return await soon(self.num_live, lambda left: not left)
 
 
 class InProcessTransport:
@@ -191,8 +198,8 @@ async def running_cluster(
     max_running: int = 8,
     max_waiting: int = 1024,
     max_queue: int = 64,
-    queue_timeout_s: float = 5.0,
-    accept_timeout_s: float = 5.0,
+    queue_timeout_s: float = 30.0,
+    accept_timeout_s: float = 30.0,
     backlog: int = 0,
     coalescing: CoalescingConfig | None = None,
     report: bool = True,
@@ -228,7 +235,7 @@ async def running_cluster(
     app = create_app(backend, None, backend) if wrap is None else wrap(backend)
     # An unhandled error must come back as the client sees it, a 500, and not fall through to the test.
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=30) as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
         cluster = Cluster(replicas, dispatcher, calls, backend, client, set(replicas) if report else set())
         tasks = [asyncio.create_task(_report(cluster)), asyncio.create_task(dispatcher.run())]
         try:

@@ -17,6 +17,7 @@ from serve_app.http.access import AccessRules
 from serve_app.http.api_keys import KeyRing, hash_key, main, new_key
 from serve_app.http.routes import create_app
 from serve_app.policies.expert_affinity import affinity_keys, joined_levels
+from tests.helpers.eventually import soon
 from tests.helpers.tokenizers import scripted, write_model_folder
 from tests.serve_app.in_process import Cluster, running_cluster
 from worker.api import GenerateRequest
@@ -110,9 +111,9 @@ def test_running_requests_are_bounded_until_they_end(tmp_path: Path) -> None:
         assert sorted(answer.status_code for answer in answers) == [200, 200, 429, 429, 429]
         assert (await ask(cluster)).status_code == 200
         left = asyncio.create_task(ask(cluster))
-        await asyncio.sleep(0.05)
+        await soon(lambda: cluster.dispatcher.num_open)
         left.cancel()
-        await asyncio.sleep(0.01)
+        await asyncio.gather(left, return_exceptions=True)
         assert [a.status_code for a in await asyncio.gather(ask(cluster), ask(cluster))] == [200, 200]
 
     served(tmp_path, key_file(tmp_path, max_concurrent=2), use, tokens_per_s=20.0)

@@ -15,6 +15,7 @@ from serve_app.deployments import engine_server
 from serve_app.http.access import AccessRules
 from serve_app.http.api_keys import KeyRing, new_key
 from serve_app.http.routes import create_app
+from tests.helpers.eventually import soon
 from tests.serve_app.in_process import Cluster, served
 from tests.serve_app.test_dispatch import ask, quick, slow
 from worker.errors import EngineDead
@@ -64,11 +65,14 @@ def test_operators_are_on_this_machine_or_have_an_admin_key(quick: Path, tmp_pat
 def test_replicas_are_listed_with_their_last_snapshots(quick: Path) -> None:
     async def use(cluster: Cluster) -> None:
         await ask(cluster)
-        await asyncio.sleep(0.1)
-        data = (await cluster.client.get("/admin/replicas")).json()["data"]
+
+        async def listed() -> list[Any]:
+            return list((await cluster.client.get("/admin/replicas")).json()["data"])
+
+        data = await soon(listed, lambda data: sum(e["snapshot"]["num_finished"] for e in data) > 0)
         assert [entry["replica"] for entry in data] == ["replica0", "replica1"]
         assert sum(entry["snapshot"]["num_finished"] for entry in data) == 1
-        assert all(entry["age_s"] < 1.0 for entry in data)
+        assert all(entry["age_s"] < 20.0 for entry in data)
         assert {"arena_bytes", "available_bytes", "kinds"} <= set(data[0]["snapshot"]["headroom"])
 
     served(quick, use, num_replicas=2)
@@ -120,11 +124,12 @@ async def drain(cluster: Cluster, name: str, **more: Any) -> Mapping[str, Any]:
 def test_a_drained_worker_ends_its_streams_takes_no_others_and_asks_to_be_replaced(slow: Path) -> None:
     async def use(cluster: Cluster) -> None:
         streams = [asyncio.create_task(ask(cluster, stream=True)) for _ in range(4)]
-        await asyncio.sleep(0.1)
+        await cluster.flowing(4)
         leaving, staying = cluster.replicas["replica0"], cluster.replicas["replica1"]
         draining = asyncio.create_task(drain(cluster, "replica0"))
-        await asyncio.sleep(0.1)
-        leaving.server.check_health()  # not before its streams are over
+        await soon(lambda: leaving.engine.snapshot().draining)
+        if leaving.server.num_streams:
+            leaving.server.check_health()  # not before its streams are over
         calls = leaving.num_calls
         later = await asyncio.gather(*(ask(cluster, max_tokens=2) for _ in range(4)))
         assert [answer.status_code for answer in later] == [200] * 4
@@ -132,7 +137,7 @@ def test_a_drained_worker_ends_its_streams_takes_no_others_and_asks_to_be_replac
         assert (await draining)["aborted"] == 0
         answers = await asyncio.gather(*streams)
         assert all('"finish_reason":"stop"' in answer.text for answer in answers)
-        await asyncio.sleep(0.05)
+        await soon(lambda: not leaving.server.num_streams)
         with pytest.raises(EngineDead, match="drained"):
             leaving.server.check_health()
         staying.server.check_health()
@@ -143,7 +148,7 @@ def test_a_drained_worker_ends_its_streams_takes_no_others_and_asks_to_be_replac
 def test_what_still_runs_at_a_drains_end_is_aborted_and_counted(slow: Path) -> None:
     async def use(cluster: Cluster) -> None:
         stream = asyncio.create_task(ask(cluster, stream=True, ignore_eos=True, max_tokens=3000))
-        await asyncio.sleep(0.1)
+        await cluster.flowing(1)
         assert (await drain(cluster, "replica0", timeout_s=0.2))["aborted"] == 1
         await stream
 

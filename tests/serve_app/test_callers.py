@@ -11,6 +11,7 @@ from serve_app.deployments.callers import MISSING_S, Callers
 from serve_app.deployments.engine_server import EngineServer
 from serve_app.deployments.trunk import Moved, SeatPlace, new_trunk_id
 from serve_app.policies.coalescing import CoalescingConfig
+from tests.helpers.eventually import ends, soon
 from tests.helpers.tokenizers import scripted, write_model_folder
 from worker.api import GenerateRequest, SamplingParams
 from worker.config import WorkerConfig
@@ -53,19 +54,17 @@ def test_what_a_dead_router_asked_for_ends_on_its_trunk_and_beside_it(tmp_path: 
                 sampling = SamplingParams(max_tokens=3000, ignore_eos=True)
                 request = GenerateRequest(f"r{number}", (1,), sampling)
                 calls.append(asyncio.create_task(_last(server, request, SeatPlace(trunk_id, number))))
-            await asyncio.sleep(0.2)
+            await soon(lambda: engine.snapshot().num_running == 3)
             assert server.missing_routers(["alive"], 0.0) == set()
             assert server.missing_routers(["alive"], MISSING_S) == {"dead"}
             assert engine.snapshot().num_running == 3, "a suspicion ends nothing"
             assert server.give_up_for(["dead"]) == 2
-            ended = await asyncio.wait_for(asyncio.gather(*calls[:2], return_exceptions=True), 2)
+            ended = await ends(asyncio.gather(*calls[:2], return_exceptions=True))
             assert all(isinstance(end, EngineDead) for end in ended), ended
             assert [message async for message in trunk] == [], "the trunk's call ends, too"
-            assert engine.snapshot().num_running == 1
+            await soon(lambda: engine.snapshot().num_running == 1)
             calls[2].cancel()
-            await asyncio.sleep(0.1)
-            assert engine.snapshot().num_running == 0
-            assert server.num_streams == 0
+            await soon(lambda: (engine.snapshot().num_running, server.num_streams) == (0, 0))
 
     asyncio.run(run())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from serve_app.deployments import dispatch
 from serve_app.deployments.protocol import Accepted, Refused, StreamItem, WorkerReport
 from serve_app.deployments.watching import StreamWatch, Watchers
 from serve_app.http.errors import DeadlinePassed, WorkerLost
+from tests.helpers.eventually import ends, some_turns, soon
 from tests.helpers.tokenizers import scripted, write_model_folder
 from tests.serve_app.in_process import Cluster, served, sse_chunks
 from tests.serve_app.test_dispatch import ANSWER, ask, quick, slow
@@ -101,10 +103,11 @@ def test_a_worker_that_falls_silent_ends_its_streams(slow: Path, short_silence: 
     async def use(cluster: Cluster) -> None:
         stalled = cluster.replicas["replica0"]
         streams = [asyncio.create_task(ask(cluster, stream=True, **ENDLESS)) for _ in range(2)]
-        await asyncio.sleep(0.2)
+        await soon(lambda: stalled.engine.snapshot().num_running == 2)
+        await cluster.flowing(10)
         cluster.reporting.discard("replica0")
         stalled.silent = stalled.stalled = True
-        done = await asyncio.wait_for(asyncio.gather(*streams), 3)
+        done = await ends(asyncio.gather(*streams))
         assert {error_of(response)["code"] for response in done} == {"worker_failed"}
         stalled.silent = stalled.stalled = False
         cluster.reporting.add("replica0")
@@ -115,16 +118,15 @@ def test_a_worker_that_falls_silent_ends_its_streams(slow: Path, short_silence: 
 def test_a_request_at_a_silent_worker_goes_elsewhere_before_its_first_token(
     tmp_path: Path, short_silence: None
 ) -> None:
-    folder = write_model_folder(tmp_path / "m", script=scripted(ANSWER, first_token_s=0.3))
+    folder = write_model_folder(tmp_path / "m", script=scripted(ANSWER, first_token_s=0.5))
 
     async def use(cluster: Cluster) -> None:
         asked = [asyncio.create_task(ask(cluster)) for _ in range(4)]
-        await asyncio.sleep(0.1)
         stalled = cluster.replicas["replica0"]
-        assert stalled.num_calls, "some of them wait at the one that stalls"
+        await soon(lambda: stalled.num_calls)  # some of them wait at the one that stalls
         cluster.reporting.discard("replica0")
         stalled.silent = stalled.stalled = True
-        answers = await asyncio.wait_for(asyncio.gather(*asked), 4)
+        answers = await ends(asyncio.gather(*asked))
         assert [answer.status_code for answer in answers] == [200] * 4
         assert cluster.dispatcher.counts.retries["lost"] >= 1
         stalled.stalled = False
@@ -139,11 +141,30 @@ def test_a_worker_whose_pushes_stopped_is_asked_and_serves_on(slow: Path, short_
         await asyncio.sleep(1.0)
         # Twice the time after which a silent one is dead; the streams' own items are no longer needed as a sign.
         assert len(cluster.dispatcher.live_reports()) == 1
-        response = await asyncio.wait_for(ask(cluster, stream=True), 3)
+        response = await ends(ask(cluster, stream=True))
         assert response.status_code == 200
         assert "error" not in response.text
 
     served(slow, use)
+
+
+def test_a_router_that_stood_still_takes_no_worker_for_dead(tmp_path: Path, short_silence: None) -> None:
+    folder = write_model_folder(tmp_path / "m", script=scripted(ANSWER, first_token_s=1.5))
+
+    async def use(cluster: Cluster) -> None:
+        asked = asyncio.create_task(ask(cluster))
+        await soon(lambda: cluster.dispatcher.num_open)
+        worker = cluster.replicas["replica0"]
+        cluster.reporting.clear()
+        worker.silent = True
+        time.sleep(1.0)  # noqa: ASYNC251 (the event loop turns no more)
+        await asyncio.sleep(0.15)  # and then looks around before anybody has said a word
+        assert len(cluster.dispatcher.live_reports()) == 1
+        worker.silent = False
+        cluster.reporting.add("replica0")
+        assert (await ends(asked)).status_code == 200
+
+    served(folder, use)
 
 
 @pytest.mark.parametrize("from_zero", [True, False])
@@ -170,20 +191,21 @@ def test_a_refused_request_that_waits_for_another_worker_stands_in_nobodys_way(s
     async def use(cluster: Cluster) -> None:
         busy, vetoing = cluster.replicas["replica0"], cluster.replicas["replica1"]
         longer = asyncio.create_task(ask(cluster, **ENDLESS))
-        await asyncio.sleep(0.1)
+        await cluster.flowing(1)
         if not busy.num_calls:
             busy, vetoing = vetoing, busy
         vetoing.vetoes = 1
         stuck = asyncio.create_task(ask(cluster))
-        await asyncio.sleep(0.1)
+        await soon(lambda: not vetoing.vetoes)
+        await some_turns()
         assert vetoing.num_calls == 1
         assert not stuck.done(), "it waits for the one that is busy"
         # The other one is free, and those behind need not wait for the first of the queue.
-        others = await asyncio.wait_for(asyncio.gather(*(ask(cluster, max_tokens=2) for _ in range(3))), 3)
+        others = await ends(asyncio.gather(*(ask(cluster, max_tokens=2) for _ in range(3))))
         assert [answer.status_code for answer in others] == [200] * 3
         assert not stuck.done()
         longer.cancel()
-        assert (await asyncio.wait_for(stuck, 3)).status_code == 200
+        assert (await ends(stuck)).status_code == 200
 
     served(slow, use, num_replicas=2, max_running=1)
 

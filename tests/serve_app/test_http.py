@@ -10,8 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.helpers.eventually import soon
 from tests.helpers.tokenizers import byte_tokenizer, scripted, write_model_folder
-from tests.serve_app.in_process import REPORT_S, Cluster, served, sse_chunks
+from tests.serve_app.in_process import Cluster, served, sse_chunks
 
 USER = [{"role": "user", "content": "Say something."}]
 ANSWER = "A zebra crosses the road."
@@ -351,12 +352,16 @@ def test_models_health_and_metrics(folder: Path) -> None:
         assert (await get("/v1/models/none")).status_code == 404
         assert (await get("/health")).status_code == 200
         assert (await get("/ready")).status_code == 200
-        await asyncio.sleep(3 * REPORT_S)
-        page = (await get("/metrics")).text
+
+        async def page_now() -> str:
+            return str((await get("/metrics")).text)
+
+        # What is said of a worker is what it reported last.
+        tokens = f'headroom_generated_tokens_total{{model="fake-model"}} {len(ANSWER) + 1}.0'
+        idle = 'headroom_worker_running{worker="replica0"} 0.0'
+        page = await soon(page_now, lambda page: tokens in page and idle in page)
         assert 'headroom_requests_total{model="fake-model",outcome="stop"} 1.0' in page
-        assert f'headroom_generated_tokens_total{{model="fake-model"}} {len(ANSWER) + 1}.0' in page
         assert "headroom_time_to_first_token_seconds_bucket" in page
-        assert 'headroom_worker_running{worker="replica0"} 0.0' in page
 
     served(folder, use)
 

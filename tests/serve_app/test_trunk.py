@@ -20,6 +20,7 @@ from serve_app.deployments.trunk import Moved, SeatPlace
 from serve_app.deployments.trunk_reader import SeatedStream, Trunks
 from serve_app.http.errors import WorkerLost
 from serve_app.policies.coalescing import CoalescingConfig
+from tests.helpers.eventually import ends, some_turns, soon
 from tests.helpers.tokenizers import scripted, write_model_folder
 from tests.serve_app.in_process import Cluster, served, sse_chunks
 from worker.api import FinishReason, GenerateRequest, SamplingParams, TokenEvent
@@ -55,9 +56,9 @@ class Ends:
 async def both_ends(pace: CoalescingConfig = PACE, **script: Any) -> AsyncIterator[Ends]:
     engine = FakeEngine(WorkerConfig(model="", engine="fake", max_running=300), FakeScript(**script))
     server = EngineServer(engine, pace)
-    ends = Ends(server, Trunks(lambda replica_id, trunk_id: ends.trunk(trunk_id)))  # type: ignore[arg-type, return-value]
+    both = Ends(server, Trunks(lambda replica_id, trunk_id: both.trunk(trunk_id)))  # type: ignore[arg-type, return-value]
     try:
-        yield ends
+        yield both
     finally:
         engine.close()
 
@@ -80,32 +81,33 @@ def tokens(events: Sequence[TokenEvent]) -> list[int]:
 
 
 def test_many_streams_share_few_messages_and_each_gets_its_own_tokens() -> None:
-    async def run() -> None:
-        async with both_ends(output="count", tokens_per_s=200.0) as ends:
+    async def num_events() -> int:
+        async with both_ends(output="count", tokens_per_s=200.0) as both:
             asked = [request(f"r{number}", 100, first=number) for number in range(50)]
-            streams = await asyncio.gather(*(read(ends.start(one)) for one in asked))
+            streams = await asyncio.gather(*(read(both.start(one)) for one in asked))
             for number, events in enumerate(streams):
                 assert tokens(events) == [(number + 1 + step) % 256 for step in range(100)]
                 assert {event.request_id for event in events} == {f"r{number}"}
                 assert [event.num_generated for event in events] == sorted({e.num_generated for e in events})
                 assert events[-1].finish_reason is FinishReason.LENGTH
                 assert events[-1].timeline is not None
-            num_events = sum(len(events) for events in streams)
-            # 50 streams at an interval of 50 ms for half a second: some ten events each, some ten messages a second.
-            assert num_events > 5 * 50
-            assert len(ends.messages) < num_events / 3
-            assert ends.num_trunks == 1
+            found = sum(len(events) for events in streams)
+            assert len(both.messages) < found / 3
+            assert both.num_trunks == 1
+            return found
 
-    asyncio.run(run())
+    # 50 streams at an interval of 50 ms for half a second: some ten events each, some ten messages a second; fewer
+    # where the machine stands still for a part of it.
+    assert any(asyncio.run(num_events()) > 5 * 50 for _ in range(5))
 
 
 def test_the_first_tokens_do_not_wait_for_the_trunk() -> None:
     async def run() -> None:
-        async with both_ends(output="count") as ends:
+        async with both_ends(output="count") as both:
             never = Trunks(lambda replica_id, trunk_id: hanging())  # type: ignore[arg-type, return-value]
             seat = never.seat("w", "r")
-            stream = SeatedStream(ends.server.generate(request("r", 40), seat.place), seat)  # type: ignore[arg-type]
-            assert tokens(await asyncio.wait_for(read(stream), 5)) == list(range(2, 42))
+            stream = SeatedStream(both.server.generate(request("r", 40), seat.place), seat)  # type: ignore[arg-type]
+            assert tokens(await ends(read(stream))) == list(range(2, 42))
 
     async def hanging() -> AsyncIterator[bytes]:
         await asyncio.sleep(3600)
@@ -116,9 +118,9 @@ def test_the_first_tokens_do_not_wait_for_the_trunk() -> None:
 
 def test_a_client_that_leaves_frees_its_request_and_no_other() -> None:
     async def run() -> None:
-        async with both_ends(output="count", tokens_per_s=200.0) as ends:
-            stays = asyncio.create_task(read(ends.start(request("stays", 100))))
-            leaves = ends.start(request("leaves", 4000))
+        async with both_ends(output="count", tokens_per_s=200.0) as both:
+            stays = asyncio.create_task(read(both.start(request("stays", 100))))
+            leaves = both.start(request("leaves", 4000))
             seen = 0
             async for item in leaves:
                 seen += isinstance(item, TokenEvent)
@@ -126,52 +128,52 @@ def test_a_client_that_leaves_frees_its_request_and_no_other() -> None:
                     break
             await leaves.aclose()
             await leaves.aclose()
-            assert ends.server.engine.snapshot().num_aborted == 1
-            assert tokens(await asyncio.wait_for(stays, 5)) == [(2 + step) % 256 for step in range(100)]
-            assert ends.server.num_streams == 0
+            await soon(lambda: both.server.engine.snapshot().num_aborted == 1)
+            assert tokens(await ends(stays)) == [(2 + step) % 256 for step in range(100)]
+            assert both.server.num_streams == 0
 
     asyncio.run(run())
 
 
 def test_a_broken_trunk_ends_its_streams_and_the_next_request_has_another_one() -> None:
     async def run() -> None:
-        async with both_ends(output="count", tokens_per_s=100.0) as ends:
-            streams = [ends.start(request(f"r{number}", 2000)) for number in range(3)]
+        async with both_ends(output="count", tokens_per_s=100.0) as both:
+            streams = [both.start(request(f"r{number}", 2000)) for number in range(3)]
             for stream in streams:
                 for _ in range(4):
                     await anext(stream)
-            [broken] = ends.server._trunks.values()
+            [broken] = both.server._trunks.values()
             broken.close()  # as when its call is cancelled
-            ends.trunks._newest["w"].reading.cancel()  # type: ignore[union-attr]
+            both.trunks._newest["w"].reading.cancel()  # type: ignore[union-attr]
             for stream in streams:
                 with pytest.raises(WorkerLost):
-                    await asyncio.wait_for(read(stream), 2)
+                    await ends(read(stream))
                 await stream.aclose()
-            assert ends.server.engine.snapshot().num_aborted == 3
-            assert len(tokens(await asyncio.wait_for(read(ends.start(request("after", 20))), 5))) == 20
-            assert ends.num_trunks == 2
+            await soon(lambda: both.server.engine.snapshot().num_aborted == 3)
+            assert len(tokens(await ends(read(both.start(request("after", 20)))))) == 20
+            assert both.num_trunks == 2
 
     asyncio.run(run())
 
 
 def test_a_router_that_is_gone_frees_its_requests() -> None:
     async def run() -> None:
-        async with both_ends(output="count", tokens_per_s=100.0) as ends:
-            reader = ends.server.trunk("t")
+        async with both_ends(output="count", tokens_per_s=100.0) as both:
+            reader = both.server.trunk("t")
             assert await anext(reader) == b""
-            calls = [ends.server.generate(request(f"r{n}", 2000), SeatPlace("t", n)) for n in range(3)]
+            calls = [both.server.generate(request(f"r{n}", 2000), SeatPlace("t", n)) for n in range(3)]
             for call in calls:
                 assert isinstance(await anext(call), Accepted)
                 assert isinstance(await anext(call), Moved)
             waiting = [asyncio.ensure_future(anext(call)) for call in calls]
-            await asyncio.sleep(0.05)
+            await some_turns()
             assert not any(task.done() for task in waiting)
             await reader.aclose()
             for task in waiting:
                 with pytest.raises(EngineDead):
-                    await asyncio.wait_for(task, 2)
-            assert ends.server.engine.snapshot().num_aborted == 3
-            assert not ends.server._trunks
+                    await ends(task)
+            await soon(lambda: both.server.engine.snapshot().num_aborted == 3)
+            assert not both.server._trunks
 
     asyncio.run(run())
 
@@ -180,16 +182,15 @@ def test_an_idle_trunk_is_closed_and_a_used_one_is_not(monkeypatch: pytest.Monke
     monkeypatch.setattr(trunk_reader, "IDLE_S", 0.1)
 
     async def run() -> None:
-        async with both_ends(output="count", tokens_per_s=100.0) as ends:
+        async with both_ends(output="count", tokens_per_s=100.0) as both:
             for number in range(3):
-                await read(ends.start(request(f"r{number}", 10)))
-                await asyncio.sleep(0.05)
-            await read(ends.start(request("long", 30)))
-            assert (ends.num_trunks, len(ends.server._trunks)) == (1, 1)
-            await asyncio.sleep(0.25)
-            assert len(ends.trunks) == len(ends.server._trunks) == 0
-            assert len(tokens(await read(ends.start(request("after", 10))))) == 10
-            assert ends.num_trunks == 2
+                await read(both.start(request(f"r{number}", 10)))
+            # Idle for no time at all; then in use for longer than an idle one lives.
+            await read(both.start(request("long", 30)))
+            assert (both.num_trunks, len(both.server._trunks)) == (1, 1)
+            await soon(lambda: len(both.trunks) == len(both.server._trunks) == 0)
+            assert len(tokens(await read(both.start(request("after", 10))))) == 10
+            assert both.num_trunks == 2
 
     asyncio.run(run())
 
@@ -197,27 +198,30 @@ def test_an_idle_trunk_is_closed_and_a_used_one_is_not(monkeypatch: pytest.Monke
 def test_an_old_trunk_carries_its_streams_to_their_end_and_takes_no_new_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(trunk_reader, "LONGEST_LIFE_S", 0.2)
     monkeypatch.setattr(trunk_reader, "IDLE_S", 0.1)
 
     async def run() -> None:
-        async with both_ends(output="count", tokens_per_s=100.0) as ends:
-            first = asyncio.create_task(read(ends.start(request("first", 60))))
-            await asyncio.sleep(0.3)
-            second = asyncio.create_task(read(ends.start(request("second", 60))))
-            await asyncio.sleep(0.1)
-            assert (ends.num_trunks, len(ends.trunks), len(ends.server._trunks)) == (2, 2, 2)
-            assert len(tokens(await first)) == 60
-            await asyncio.sleep(0.2)
-            assert len(ends.trunks) == len(ends.server._trunks) == 1
-            assert len(tokens(await second)) == 60
+        async with both_ends(output="count", tokens_per_s=100.0) as both:
+            first = asyncio.create_task(read(both.start(request("first", 3000))))
+            await soon(lambda: both.server._trunks)
+            both.trunks._newest["w"].opened_s -= trunk_reader.LONGEST_LIFE_S
+            second = asyncio.create_task(read(both.start(request("second", 3000))))
+            await soon(lambda: (both.num_trunks, len(both.trunks), len(both.server._trunks)) == (2, 2, 2))
+            await soon(lambda: both.server.engine.snapshot().generated_tokens > 100)
+            for index, name in enumerate(("first", "second")):
+                both.server.engine.abort(name)
+                events = await ends(first if name == "first" else second)
+                assert len(events) > 2
+                assert events[-1].finish_reason is FinishReason.ABORT
+                assert tokens(events) == [(2 + step) % 256 for step in range(events[-1].num_generated)]
+                await soon(lambda left=1 - index: len(both.trunks) == len(both.server._trunks) == left)
 
     asyncio.run(run())
 
 
 def test_a_trunk_that_cannot_be_opened_is_tried_again_with_the_next_request() -> None:
     async def run() -> None:
-        async with both_ends(output="count", tokens_per_s=200.0) as ends:
+        async with both_ends(output="count", tokens_per_s=200.0) as both:
             tries = []
 
             def refuse(replica_id: str, trunk_id: str) -> Any:
@@ -227,7 +231,7 @@ def test_a_trunk_that_cannot_be_opened_is_tried_again_with_the_next_request() ->
             trunks = Trunks(refuse)
             for number in range(2):
                 seat = trunks.seat("w", f"r{number}")
-                call = ends.server.generate(request(f"r{number}", 10), seat.place)
+                call = both.server.generate(request(f"r{number}", 10), seat.place)
                 assert len(tokens(await read(SeatedStream(call, seat)))) == 10  # type: ignore[arg-type]
             assert len(set(tries)) == 2
 
@@ -236,20 +240,24 @@ def test_a_trunk_that_cannot_be_opened_is_tried_again_with_the_next_request() ->
 
 def test_a_router_that_ends_closes_its_trunks_at_once() -> None:
     async def run() -> None:
-        async with both_ends(output="count", tokens_per_s=100.0) as ends:
-            stream = ends.start(request("r", 2000))
+        async with both_ends(output="count", tokens_per_s=100.0) as both:
+            stream = both.start(request("r", 2000))
             for _ in range(4):
                 await anext(stream)
-            ends.trunks.close()
+            both.trunks.close()
             with pytest.raises(WorkerLost):
-                await asyncio.wait_for(read(stream), 2)
+                await ends(read(stream))
             await stream.aclose()
-            assert len(ends.trunks) == len(ends.server._trunks) == 0
+            await soon(lambda: len(both.trunks) == len(both.server._trunks) == 0)
 
     asyncio.run(run())
 
 
-def test_the_call_of_an_ended_stream_is_read_to_its_end_and_not_cancelled() -> None:
+def test_the_call_of_an_ended_stream_is_read_to_its_end_and_not_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trunk_reader, "END_S", 60.0)
+
     class Watched:
         """A call that remembers how it ended."""
 
@@ -270,13 +278,14 @@ def test_the_call_of_an_ended_stream_is_read_to_its_end_and_not_cancelled() -> N
             self.cancelled = not self.ended
 
     async def run() -> None:
-        async with both_ends(output="count", tokens_per_s=200.0) as ends:
+        async with both_ends(output="count", tokens_per_s=200.0) as both:
             for num_tokens in (1, 20):  # by the call alone, and by the trunk
-                seat = ends.trunks.seat("w", "r")
-                call = Watched(ends.server.generate(request("r", num_tokens), seat.place))
+                seat = both.trunks.seat("w", "r")
+                call = Watched(both.server.generate(request("r", num_tokens), seat.place))
                 assert len(tokens(await read(SeatedStream(call, seat)))) == num_tokens
-                await asyncio.sleep(0.02)
-                assert (call.ended, call.cancelled) == (True, False)
+                await soon(lambda call=call: call.ended)
+                await some_turns()
+                assert not call.cancelled
 
     asyncio.run(run())
 
@@ -290,8 +299,8 @@ def test_requests_that_wait_for_their_first_token_slow_nobody_down() -> None:
         server = EngineServer(engine, pace)
         calls = [server.generate(request(f"r{number}", 500)) for number in range(10)]
         reading = [asyncio.create_task(read_call(call)) for call in calls]
-        await asyncio.sleep(0.1)
-        assert (server.num_streams, server._interval_s()) == (10, pytest.approx(2 / 100))
+        await soon(lambda: server.num_streams == 10 and len(server._flowing) == 2)
+        assert server._interval_s() == pytest.approx(2 / 100)
         for task in reading:
             task.cancel()
         await asyncio.gather(*reading, return_exceptions=True)
@@ -307,21 +316,22 @@ def test_requests_that_wait_for_their_first_token_slow_nobody_down() -> None:
 
 
 def test_a_slow_reader_finds_one_event_and_little_is_kept_for_it() -> None:
-    async def run() -> None:
+    async def num_messages() -> int:
         async with both_ends(
             CoalescingConfig(messages_per_s=1e9), output="count", tokens_per_s=1000.0
-        ) as ends:
-            stream = ends.start(request("slow", 500))
+        ) as both:
+            stream = both.start(request("slow", 500))
             seen = [await anext(stream), await anext(stream)]
-            await asyncio.sleep(0.7)
             seat = stream._seat
+            await soon(lambda: seat._items and seat._items[-1].finish_reason)
             assert len(seat._items) <= trunk_reader.MERGED_ITEMS
             rest = await read(stream)
             assert len(rest) == 1
             assert tokens([*seen[1:], *rest]) == [(2 + step) % 256 for step in range(500)]  # type: ignore[list-item]
-            assert len(ends.messages) > 20
+            return len(both.messages)
 
-    asyncio.run(run())
+    # Fewer where the machine stands still for a part of the half second.
+    assert any(asyncio.run(num_messages()) > 2 * trunk_reader.MERGED_ITEMS for _ in range(5))
 
 
 def test_a_trunk_is_no_part_of_the_request_that_opened_it() -> None:
@@ -336,7 +346,7 @@ def test_a_trunk_is_no_part_of_the_request_that_opened_it() -> None:
         trunks = Trunks(lambda replica_id, trunk_id: call())  # type: ignore[arg-type, return-value]
         mark.set("request")
         trunks.seat("w", "r")
-        await asyncio.sleep(0.02)
+        await soon(lambda: seen)
 
     asyncio.run(run())
     assert seen == ["home"]

@@ -10,6 +10,7 @@ import pytest
 from serve_app.deployments import trunk
 from serve_app.deployments.protocol import Refused, StreamItem
 from serve_app.deployments.trunk import OutgoingTrunk, decode
+from tests.helpers.eventually import ends
 from worker.api import FinishReason, TokenEvent, TokenLogprobs
 from worker.errors import InvalidRequest
 
@@ -42,7 +43,7 @@ def test_logprobs_and_refusals_cross_whole() -> None:
         outgoing.take_seat(5, Said([event(9, 1, last=True)]), lambda last: refused)
         messages = outgoing.messages()
         assert await anext(messages) == b""
-        [first, second] = decode(await asyncio.wait_for(anext(messages), 5))
+        [first, second] = decode(await ends(anext(messages)))
         assert first == (4, rich, 3)
         assert isinstance(second[1], Refused)
         assert second[1].error.args == refused.error.args
@@ -62,7 +63,7 @@ def test_what_has_piled_up_leaves_in_messages_of_bounded_size(monkeypatch: pytes
         await anext(messages)
         sizes, seen = [], []
         while len(seen) < 20:
-            entries = decode(await asyncio.wait_for(anext(messages), 5))
+            entries = decode(await ends(anext(messages)))
             sizes.append(sum(len(said.token_ids) for _, said, _ in entries if isinstance(said, TokenEvent)))
             seen += [number for number, _, _ in entries]
         assert sorted(seen) == list(range(20))
@@ -81,7 +82,7 @@ def test_a_call_that_the_worker_ends_early_is_told_on_the_trunk() -> None:
         messages = outgoing.messages()
         await anext(messages)
         seat.leave()
-        [(number, said, _)] = decode(await asyncio.wait_for(anext(messages), 5))
+        [(number, said, _)] = decode(await ends(anext(messages)))
         assert number == 3
         assert isinstance(said, TokenEvent)
         assert said.finish_reason is FinishReason.ABORT

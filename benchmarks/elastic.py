@@ -13,8 +13,10 @@ for n resident experts a layer in the same arena. All run on one engine with the
 falling numbers; prefixes are forgotten in between, places stay warm. A phase whose longest request a fixed K leaves no
 room brings it 0. Parts of a run may be measured apart and merged; each should have ``elastic`` or be one's rest.
 
-``max_stall_ms``: the worst decode step since whose predecessor places were banned, beyond calm steps of as many rows,
-link time apart. ``wrong_tokens``: of the elastic run's recorded steps, replayed with all experts resident.
+``max_stall_ms``: of the decode steps that banned places, or stood behind a pass that did, the worst one's time beyond
+its in-layer limit: calm steps of as many rows and tokens, and the link's time for its own misses; the notes say what
+the worst ten contained. ``wrong_tokens``: of the elastic run's recorded steps, replayed with all experts resident;
+``--replay-seconds`` replays a round of shorter phases ahead of the run in its place.
 ``k_recovered_s``: from the burst's end until places are back at 95 % of before. ``prefill.t<n>``: a prompt of n tokens
 beside 4 streams at ``--prefill-at`` experts a layer; ``share`` is max(compute, missing bytes / link) over its time to
 the first token, compute being that time with all experts resident; ``link_busy`` counts what the streams missed
@@ -40,7 +42,7 @@ from benchmarks.elasticity.phases import Phase, PhaseLog, Prompt, recovered_s
 from benchmarks.elasticity.prefill import NUM_STREAMS, PrefillTimes
 from benchmarks.elasticity.routing import ImposedRouting, Routing
 from benchmarks.elasticity.stage import Run, Setup, Stage, count_wrong
-from benchmarks.elasticity.stalls import StepFacts, max_stall_s
+from benchmarks.elasticity.stalls import Machine, Stall, StepFacts, find_stalls
 from benchmarks.report import Conditions, Report, Value, publish, report_parser
 from benchmarks.shapes import cut_folder
 from worker.config import WorkerConfig
@@ -51,6 +53,7 @@ ELASTIC = "elastic"
 ASKED_SECONDS = 30.0
 """Phases of a full run; shorter ones call themselves reduced."""
 MOST_STEPS = 1 << 30
+WORST_STALLS = 10
 ROOM_TOKENS = 1024
 """Beyond the longest prompt."""
 
@@ -131,6 +134,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prefill-at", type=int, default=16, help="experts a layer meanwhile")
     parser.add_argument("--no-replay", action="store_true", help="do not count wrong tokens")
     parser.add_argument("--replay-steps", type=int, default=MOST_STEPS, help="so many of the elastic run's")
+    parser.add_argument(
+        "--replay-seconds",
+        type=float,
+        default=0.0,
+        help="replay a round of so short phases, not the elastic run",
+    )
     parser.add_argument("--merge", type=Path, nargs="+", help="only put these reports together")
     found: argparse.Namespace = parser.parse_args(arguments)
     return found
@@ -143,6 +152,7 @@ class Found:
     runs: dict[str, Run] = field(default_factory=dict)
     prefills: dict[int, list[PrefillTimes | None]] = field(default_factory=dict)
     facts: list[StepFacts] = field(default_factory=list)
+    machine: Machine = field(default_factory=Machine)
     num_layers: int = 0
     num_experts: int = 0
     place_bytes: int = 0
@@ -161,10 +171,13 @@ def measure(
         found.num_layers, found.place_bytes = stage.num_layers, stage.place_bytes
         found.num_experts = stage.engine.model.num_experts
         found.link_bytes_per_s, found.started_s = stage.link_bytes_per_s, stage.started_s
+        found.machine = stage.machine
         print(f"started in {stage.started_s:.1f} s", flush=True)
         if ELASTIC in wanted:
+            if stage.recorder.keep and options.replay_seconds:
+                stage.rehearse(options.replay_seconds)
             found.runs[ELASTIC] = stage.run()
-            found.facts = stage.recorder.facts(found.place_bytes)
+            found.facts = list(stage.recorder.facts)
             tell(ELASTIC, found.runs[ELASTIC])
             save(found)
         fixed = {int(name.removeprefix("k")) for name in wanted if name != ELASTIC}
@@ -213,9 +226,11 @@ def prefill_rows(found: Found, lengths: Sequence[int], num_experts: int) -> list
 def elastic_row(found: Found, wrong_tokens: int | None) -> Row:
     """The figures of the elastic run alone."""
     run = found.runs[ELASTIC]
+    stalls = find_stalls(found.facts, found.machine)
     return {
         "phase": "all",
-        "max_stall_ms": 1e3 * max_stall_s(found.facts, found.link_bytes_per_s),
+        "max_stall_ms": 1e3 * stalls[0].seconds if stalls else 0.0,
+        "banning_steps": len(stalls),
         "k_recovered_s": recovered_s(run.places, run.logs[1]),
         "k_least": least_places(run, run.logs[1]) / found.num_layers,
         "k_before": mean_places(run, run.logs[0]) / found.num_layers,
@@ -290,10 +305,22 @@ def make_report(options: argparse.Namespace, setup: Setup, found: Found, wrong_t
         f"experts come at {found.link_bytes_per_s / 1e9:.2f} GB/s"
         + ("; link simulated, computing modelled" if setup.link_bytes_per_s else ""),
     ]
-    if wrong_tokens is not None and options.replay_steps < MOST_STEPS:
+    if wrong_tokens is not None and options.replay_steps < MOST_STEPS and not options.replay_seconds:
         notes.append(f"wrong_tokens: of the first {options.replay_steps} steps of the elastic run")
+    if options.replay_seconds:
+        notes.append(f"wrong_tokens: of a round of phases of {options.replay_seconds:g} s ahead of the run")
+    notes += stall_notes(find_stalls(found.facts, found.machine), found.facts)
     rows = report_rows(found, setup.phases, more)
     return Report("elastic", conditions_of(options), tuple(rows), tuple(notes))
+
+
+def stall_notes(stalls: Sequence[Stall], facts: Sequence[StepFacts]) -> list[str]:
+    """What the worst steps contained."""
+    if not stalls:
+        return []
+    calm = sum(step.is_calm for step in facts)
+    lines = [f"{len(facts)} decode steps, {calm} calm, {len(stalls)} of the others banned places; the worst:"]
+    return lines + [stall.line() for stall in stalls[:WORST_STALLS]]
 
 
 def least_places(run: Run, log: PhaseLog) -> float:

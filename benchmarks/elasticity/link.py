@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 
+from benchmarks.elasticity.watch import StepWatch
 from memory.device.residency import Lane
 from worker.config import WorkerConfig
 from worker.execution.runner import LaunchedPass, LaunchedStep, ModelRunner
@@ -46,6 +47,7 @@ class LinkedRunner(ModelRunner):
         super().__init__(config)
         if self.pager is not None:
             self.pager.link = ExpertLink(link_bytes_per_s, 1, self.pager.host.place_bytes)
+        self.watch = None if self.pager is None else StepWatch(self.pager.host.place_bytes)
         self.compute = compute
         self.processor_s = 0.0
         self._link_bytes_per_s = link_bytes_per_s
@@ -65,9 +67,11 @@ class LinkedRunner(ModelRunner):
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """See :class:`ModelRunner`."""
         self._step_began_s = self._now_s
-        began_s = time.thread_time()
+        began_s, host_s = time.thread_time(), time.perf_counter()
         launched = super().launch(plan)
         self.processor_s = time.thread_time() - began_s
+        if self.watch is not None and self.pager is not None:
+            self.watch.launched(plan, self.pager.residency.counts, host_s, captured=False)
         self.spend(self.compute.seconds(plan.num_tokens))
         return launched
 
@@ -86,7 +90,23 @@ class LinkedRunner(ModelRunner):
         staged = self.staged_by_layer()
         layer_s = self.compute.seconds(plan.num_tokens) / self._model.decoder.num_layers
         self._pass = LinkedPass(super().begin_pass(plan), self, staged, layer_s)
+        if self.watch is not None:
+            self.watch.begin_pass(plan)
         return self._pass
+
+    def _apply(self, plan: StepPlan) -> None:
+        if self.watch is None:
+            super()._apply(plan)
+            return
+        with self.watch.commanding():
+            super()._apply(plan)
+
+    def close(self) -> None:
+        """See :class:`ModelRunner`."""
+        if self.watch is not None:
+            self.watch.close()
+            self.watch = None
+        super().close()
 
     def staged_by_layer(self) -> list[int]:
         """Experts that rings have brought so far."""
@@ -97,6 +117,8 @@ class LinkedRunner(ModelRunner):
     def end_linked(self) -> None:
         """The pass has the link no longer."""
         self._pass = None
+        if self.watch is not None:
+            self.watch.end_pass()
 
     def count(self, *lanes: Lane) -> int:
         """Experts had in these ways so far."""

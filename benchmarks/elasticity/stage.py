@@ -8,27 +8,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
 from benchmarks.elasticity.link import LinkedRunner
 from benchmarks.elasticity.phases import Clock, Driver, Phase, PhaseLog, Progress, Prompt
 from benchmarks.elasticity.prefill import NUM_STREAMS, PrefillTimes, time_prefill
 from benchmarks.elasticity.routing import ImposedRouting, Routing, impose
-from benchmarks.elasticity.stalls import StepFacts
+from benchmarks.elasticity.stalls import Machine, StepFacts
+from benchmarks.elasticity.watch import StepWatch
+from benchmarks.gpu_engine import copy_bytes_per_s
+from benchmarks.limits import LinkCurve
+from benchmarks.paging.link import link_curve
+from memory.api import PageKind
 from memory.device.residency import Lane
 from memory.ledger.ledger import ArenaLedger
 from memory.ledger.market import MarketDecision
 from worker.config import WorkerConfig
 from worker.engines.native import NativeEngine
 from worker.execution.runner import LaunchedPass, LaunchedStep, ModelRunner
-from worker.execution.staging import fetch
 from worker.experts.pager import ExpertPager
 from worker.models.paged import table_experts
 from worker.scheduling.recording import RecordedStep
 from worker.scheduling.step import StepPlan, StepResult
 
 FLUSHED_S = 0.2
-WARM_TOKENS = 300
+WARM_TOKENS, WARM_S = 300, 3.0
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Setup:
 
 
 class CountingRunner(ModelRunner):
-    """Counts what each step read over the link in the order of the stream, and tells imposed routing of passes."""
+    """Has its steps watched in the order of the stream, and tells imposed routing of passes."""
 
     def __init__(
         self, config: WorkerConfig, imposed: ImposedRouting | None, routing: Routing | None = None
@@ -54,33 +57,58 @@ class CountingRunner(ModelRunner):
         else:
             super().__init__(config, factory)
         self.routing: Routing | None = None if factory is None else factory.routing
-        self.reads: dict[int, torch.Tensor] = {}
+        self.watch = None if self.pager is None else StepWatch(self.pager.host.place_bytes)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """See :class:`ModelRunner`."""
+        began_s, replayed = time.perf_counter(), self._replays()
         launched = super().launch(plan)
-        if self.pager is not None and plan.num_rows:
-            counts = self.pager.residency.counts
-            # Behind the step and ahead of the next one; the copy is whole when the step's result is.
-            self.reads[plan.step] = fetch(counts[Lane.TEE : Lane.IN_PLACE + 1].sum())
+        if self.watch is not None and self.pager is not None:
+            captured = self._replays() > replayed
+            self.watch.launched(plan, self.pager.residency.counts, began_s, captured)
         return launched
+
+    def _replays(self) -> int:
+        return 0 if self.graphs is None else self.graphs.num_replays
 
     def begin_pass(self, plan: StepPlan) -> LaunchedPass:
         """See :class:`ModelRunner`."""
         begun = super().begin_pass(plan)
-        return begun if self.routing is None else _RoutedPass(begun, self.routing)
+        if self.watch is None:
+            return begun
+        self.watch.begin_pass(plan)
+        return _WatchedPass(begun, self.watch, self.routing)
+
+    def _apply(self, plan: StepPlan) -> None:
+        if self.watch is None:
+            super()._apply(plan)
+            return
+        with self.watch.commanding():
+            super()._apply(plan)
+
+    def close(self) -> None:
+        """See :class:`ModelRunner`."""
+        if self.watch is not None:
+            self.watch.close()
+            self.watch = None
+        super().close()
 
 
-class _RoutedPass(LaunchedPass):
-    def __init__(self, inner: LaunchedPass, routing: Routing) -> None:
-        self._inner, self._routing = inner, routing
+class _WatchedPass(LaunchedPass):
+    def __init__(self, inner: LaunchedPass, watch: StepWatch, routing: Routing | None) -> None:
+        self._inner, self._watch, self._routing = inner, watch, routing
 
     def advance(self, seconds: float | None) -> bool:
-        self._routing.passing = True
+        if self._routing is not None:
+            self._routing.passing = True
         try:
-            return self._inner.advance(seconds)
+            ended = self._inner.advance(seconds)
         finally:
-            self._routing.passing = False
+            if self._routing is not None:
+                self._routing.passing = False
+        if ended:
+            self._watch.end_pass()
+        return ended
 
     def collect(self) -> StepResult:
         return self._inner.collect()
@@ -92,48 +120,29 @@ class Recorder:
 
     def __init__(self, keep: bool) -> None:
         self.steps: list[RecordedStep] = []
-        self.runner: ModelRunner | None = None
+        self.facts: list[StepFacts] = []
+        """of decode steps"""
+        self.runner: CountingRunner | LinkedRunner | None = None
         self.clock: Clock = time.monotonic
         self.progress = Progress()
-        self._keep = keep
-        self._banned = 0
-        self._decoded: list[tuple[int, float, int, torch.Tensor]] = []
+        self.keep = keep
 
     def __call__(self, plan: StepPlan, result: StepResult) -> None:
         """One step."""
-        if self._keep:
+        if self.keep:
             self.steps.append(RecordedStep(plan, result))
         now = self.clock()
         for row in np.flatnonzero(plan.query_len > 1).tolist():
             computed, length = int(plan.num_computed[row]), int(plan.query_len[row])
             self.progress.note(int(plan.requests[row]), now - result.seconds, now, computed, length)
-        self._banned += sum(entry.last - entry.first for entry in plan.commands.ban)
-        if plan.num_rows and not plan.staged and plan.num_rows == plan.num_decode_rows:
-            self._note_decode(plan, result)
-
-    def _note_decode(self, plan: StepPlan, result: StepResult) -> None:
-        """What was banned since the last decode step, a pass's ring too, is this one's."""
-        seconds, runner = result.seconds, self.runner
-        if isinstance(runner, LinkedRunner):
-            # The model of computing knows nothing of places that change hands; the machine does.
-            seconds, read = runner.processor_s, torch.tensor(runner.count(Lane.TEE, Lane.IN_PLACE))
-        elif isinstance(runner, CountingRunner) and plan.step in runner.reads:
-            read = runner.reads.pop(plan.step)
-        else:
+        runner = self.runner
+        if runner is None or runner.watch is None or plan.staged or not plan.num_rows:
             return
-        self._decoded.append((plan.num_rows, seconds, self._banned, read))
-        self._banned = 0
-
-    def facts(self, place_bytes: int) -> list[StepFacts]:
-        """The decode steps so far. A simulated link takes none of a step's processor time."""
-        found, before = [], 0
-        simulated = isinstance(self.runner, LinkedRunner)
-        for rows, seconds, banned, total in self._decoded:
-            read = int(total)
-            link_bytes = 0 if simulated else (read - before) * place_bytes
-            found.append(StepFacts(rows, seconds, link_bytes, banned * place_bytes))
-            before = read
-        return found
+        # The model of computing knows nothing of places that change hands; the machine does.
+        seconds = runner.processor_s if isinstance(runner, LinkedRunner) else result.seconds
+        facts = runner.watch.facts(plan, seconds)
+        if facts is not None and plan.num_rows == plan.num_decode_rows:
+            self.facts.append(facts)
 
 
 @dataclass
@@ -161,6 +170,7 @@ class Stage:
         assert experts is not None
         self.pager: ExpertPager = runner.pager
         self._experts = experts
+        self.machine = self._measure()
         if isinstance(runner, LinkedRunner):
             self.recorder.clock = experts.clock = runner.clock
         if self.routing is not None:
@@ -179,6 +189,16 @@ class Stage:
         else:
             self.recorder.runner = CountingRunner(config, setup.routing)
         return self.recorder.runner
+
+    def _measure(self) -> Machine:
+        """What limits of steps are counted by. A simulated link takes none of a step's processor time."""
+        device = self.pager.residency.address.device
+        if self.setup.link_bytes_per_s or device.type != "cuda":
+            return Machine()
+        specs = self.engine._ledger.specs.values()
+        token_bytes = sum(spec.page_bytes / spec.page_tokens for spec in specs if spec.kind is PageKind.FULL)
+        curve: LinkCurve = link_curve(self.pager.host, device)
+        return Machine(curve, self.place_bytes, copy_bytes_per_s(), token_bytes)
 
     @property
     def num_layers(self) -> int:
@@ -207,7 +227,7 @@ class Stage:
         ledger._layout.floor_places = per_layer * self.num_layers
         ledger.follow(MarketDecision())  # what the market thought last holds no longer
         self._experts._trades = False
-        self.recorder._keep = False
+        self.recorder.keep = False
 
     def holds(self, num_tokens: int) -> bool:
         """Whether a request of so many tokens fits beside the places."""
@@ -221,8 +241,9 @@ class Stage:
         logs: list[PhaseLog] = []
 
         async def every() -> None:
-            fitting = [phase for phase in self.setup.phases if self.holds(phase.longest)]
-            await driver.run([self._warm_phase(), *fitting])
+            await driver.run([self._warm_phase()])
+            self.recorder.facts.clear()
+            await driver.run([phase for phase in self.setup.phases if self.holds(phase.longest)])
 
         asyncio.run(every())
         self._number = driver.num_requests
@@ -237,9 +258,16 @@ class Stage:
     def _warm_phase(self) -> Phase:
         """Chats and a prompt or two of some length: experts come, and what is compiled is compiled."""
         first = self.setup.phases[0]
-        return replace(
-            first, name="warm", seconds=first.seconds / 4, longs=1, long_tokens=(WARM_TOKENS, WARM_TOKENS)
-        )
+        seconds = min(WARM_S, first.seconds / 4)
+        return replace(first, name="warm", seconds=seconds, longs=1, long_tokens=(WARM_TOKENS, WARM_TOKENS))
+
+    def rehearse(self, seconds: float) -> None:
+        """All phases, each for so long, ahead of everything else; their steps are kept to be replayed, no others."""
+        driver = Driver(self.engine, self.setup.prompt, self.recorder.clock, self._number)
+        asyncio.run(driver.run([replace(phase, seconds=seconds) for phase in self.setup.phases]))
+        self._number = driver.num_requests
+        self.recorder.keep = False
+        self.engine.flush_prefix_cache()
 
     def time_prefills(self, lengths: Sequence[int]) -> list[PrefillTimes | None]:
         """Prompts of these lengths beside streams; None where one has no room."""

@@ -15,7 +15,8 @@ from benchmarks.elasticity.merge import merge_parts
 from benchmarks.elasticity.phases import Asked, PhaseLog, Progress, recovered_s
 from benchmarks.elasticity.routing import TRACE_STEPS, ImposedRouting, Routing, draw_trace
 from benchmarks.elasticity.stage import Stage, count_wrong
-from benchmarks.elasticity.stalls import StepFacts, max_stall_s
+from benchmarks.elasticity.stalls import Machine, StepFacts, find_stalls
+from benchmarks.limits import LinkCurve
 
 BRIEF = [
     "--seconds",
@@ -42,11 +43,36 @@ def test_recovery_is_counted_from_the_end_of_the_burst() -> None:
     assert recovered_s([*before, *during, (20.0, 50.0), (26.0, 60.0)], burst) == 6.0
 
 
-def test_a_stall_is_what_neither_rows_nor_misses_explain() -> None:
-    calm = [StepFacts(4, 0.010, 0, 0)] * 3 + [StepFacts(8, 0.020, 0, 0)] * 3
-    assert max_stall_s([*calm, StepFacts(4, 0.015, 5_000_000, 1)], 1e9) == pytest.approx(0.0)
-    assert max_stall_s([*calm, StepFacts(8, 0.030, 5_000_000, 1)], 1e9) == pytest.approx(0.005)
-    assert max_stall_s([*calm, StepFacts(5, 9.0, 0, 1)], 1e9) == 0.0, "nothing to compare it with"
+def step_of(rows: int, seconds: float, tokens: int = 0, misses: int = 0, banned: int = 0) -> StepFacts:
+    return StepFacts(0, rows, tokens, seconds, (8,), (misses,), banned)
+
+
+def test_a_stall_is_what_neither_rows_nor_context_nor_misses_explain() -> None:
+    """Steps of 4 rows take 10 ms, of 8 rows 20 ms, a token of context 1 us, and a miss 5 ms; a layer that misses costs
+    calm steps another millisecond, which no limit has."""
+    machine = Machine(LinkCurve.at_rate(5_000_000, 1e9), 5_000_000)
+    calm = [step_of(4, 0.010 + 1e-6 * tokens, tokens) for tokens in (0, 1000, 3000, 5000)]
+    calm += [step_of(8, 0.020 + 1e-6 * tokens, tokens) for tokens in (0, 2000, 4000)]
+    calm += [step_of(4, 0.016, misses=1)] * 3
+
+    def stall_ms(step: StepFacts) -> float:
+        return 1e3 * find_stalls([*calm, step], machine)[0].seconds
+
+    assert stall_ms(step_of(4, 0.017, 2000, 1, 1)) == pytest.approx(0.0)
+    assert stall_ms(step_of(8, 0.030, 0, 1, 1)) == pytest.approx(5.0)
+    assert stall_ms(step_of(5, 0.017, 3000, 0, 1)) == pytest.approx(4.0), "not against steps of fewer rows"
+    assert find_stalls([*calm, step_of(3, 9.0, banned=1)], machine) == [], "nothing to compare it with"
+    assert find_stalls(calm, machine) == []
+    beside = [replace(step, beside_pass=True, seconds=1.0) for step in calm]
+    assert find_stalls([*beside, step_of(4, 0.017, banned=1)], machine) == []
+
+
+def test_hits_hide_their_share_of_the_link_and_context_costs_no_less_than_its_bytes() -> None:
+    machine = Machine(LinkCurve.at_rate(5_000_000, 1e9), 5_000_000, 2e10, token_bytes=20_000.0)
+    calm = [step_of(4, 0.010)] * 3
+    found = find_stalls([*calm, step_of(4, 0.020, 1000, 1, 1)], machine)[0]
+    assert found.link_s == pytest.approx(0.005 - 8 * 0.25e-3)
+    assert found.resident_s == pytest.approx(0.010 + 1000 * 1e-6), "its slope was made up"
 
 
 def test_goodput_counts_prompts_as_far_as_they_came() -> None:
@@ -112,9 +138,8 @@ def test_imposed_routing_is_the_same_whenever_passes_run() -> None:
 @pytest.mark.timeout(600)
 def test_the_whole_of_it(tmp_path: Path) -> None:
     path = tmp_path / "elastic.json"
-    main(
-        [*BRIEF, "--settings", "elastic", "k4", "--prefill", "200", "--prefill-at", "4", "--json", str(path)]
-    )
+    prompts = ["--prefill", "200", "--prefill-at", "4", "--replay-seconds", "0.3"]
+    main([*BRIEF, "--settings", "elastic", "k4", *prompts, "--json", str(path)])
     written = json.loads(path.read_text())
     figures = written["figures"]
     for phase in ("chats_before", "burst", "chats_after", "mixed"):
@@ -128,6 +153,9 @@ def test_the_whole_of_it(tmp_path: Path) -> None:
     assert figures["prefill.itl_p99_ratio"] > 0
     assert "reduced: phases of 0.6 s" in written["conditions"]["batch"]
     assert any("link simulated" in note for note in written["notes"])
+    assert any("of a round of phases of 0.3 s" in note for note in written["notes"])
+    assert figures["banning_steps"] > 0
+    assert any(note.startswith("step ") and "banned" in note for note in written["notes"])
 
 
 def test_wrong_tokens_are_counted() -> None:
@@ -137,6 +165,11 @@ def test_wrong_tokens_are_counted() -> None:
     stage.run()
     stage.close()
     recorded = stage.recorder.steps
+    decoded = stage.recorder.facts
+    assert decoded
+    assert all(step.host_s >= step.commands_s > 0 for step in decoded)
+    assert all(sum(step.hits) + sum(step.misses) > 0 for step in decoded)
+    assert any(step.banned_bytes for step in decoded), "a pass's ring was taken from nobody"
     sampling = next(step for step in recorded if step.plan.samples.any())
     spoilt = sampling.result.token_ids.copy()
     spoilt[sampling.plan.samples.argmax(), 0] += 1

@@ -33,6 +33,7 @@ class FusedRules:
     frozen_margin: float
     thaw_share: float
     ghost_shift: int
+    ranked: bool
 
 
 class FusedResidency:
@@ -64,7 +65,7 @@ class FusedResidency:
         rules = self._rules
         return residency.decide(
             self._tables, row, experts, published, rules.base, rules.place_bytes, rules.recency,
-            rules.frozen_margin, is_lru=rules.is_lru, with_read=with_read,
+            rules.frozen_margin, is_lru=rules.is_lru, ranked=rules.ranked, with_read=with_read,
         )  # fmt: skip
 
     def publish(self, row: int) -> None:

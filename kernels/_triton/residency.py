@@ -22,6 +22,8 @@ from kernels._triton.overlap import overlaps
 COMPARED_PAIRS = 64
 """Up to so many pairs are compared with every expert at once; more leave marks in a table."""
 MARKING_PAIRS = 1024
+RANKED_AT_ONCE = 32
+"""Experts that every missing one is compared with at once."""
 LINE_SHIFT: tl.constexpr = tl.constexpr(7)
 """Places are whole lines of 128 bytes: in lines their numbers come from a 32-bit division."""
 NUM_LANES: tl.constexpr = tl.constexpr(6)
@@ -77,6 +79,23 @@ def _place_of(address, base, place_bytes):
 
 
 @triton.jit
+def _rank(key, marks, expert, real, num_experts, EXPERTS: tl.constexpr, SEEN: tl.constexpr):
+    """The position of each expert by falling ``key`` (int32), ties by number; ``marks`` is scratch, and is left so."""
+    tl.debug_barrier()
+    tl.store(marks + expert, key, mask=real)
+    tl.debug_barrier()
+    rank = tl.zeros([EXPERTS], tl.int32)
+    for start in tl.static_range(0, EXPERTS, SEEN):
+        other = start + tl.arange(0, SEEN)
+        theirs = tl.load(marks + other, mask=other < num_experts, other=-1)
+        ahead = (theirs[None, :] > key[:, None]) | (
+            (theirs[None, :] == key[:, None]) & (other[None, :] < expert[:, None])
+        )
+        rank += tl.sum(ahead.to(tl.int32), 1)
+    return rank
+
+
+@triton.jit
 def _enter(place, address, owner, expert, row, num_experts, num_places, base, place_bytes):
     """Owners and addresses of the experts of ``row`` that took a ``place``."""
     take = place < num_places
@@ -119,7 +138,7 @@ def _decide(
     frozen, taken, marks, counts, row, pairs, published, per_token, num_experts, num_places, num_rows, queue_len, base,
     place_bytes, recency, frozen_margin,
     IS_LRU: tl.constexpr, EXPERTS: tl.constexpr, QUEUE: tl.constexpr, COMPARES: tl.constexpr, PAIRS: tl.constexpr,
-    HAS_READ: tl.constexpr, OVERLAP: tl.constexpr,
+    HAS_READ: tl.constexpr, OVERLAP: tl.constexpr, RANKED: tl.constexpr, SEEN: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_wait()
@@ -160,8 +179,14 @@ def _decide(
     if HAS_READ:
         tl.store(read + expert, here, mask=real)
     if num_miss > 0:
-        # The n-th miss meets the n-th of the queue that may be a victim now. What this layer has just stamped is its
-        # own, and owners that were published above are seen.
+        # The n-th miss by worth meets the n-th of the queue that may be a victim now. What this layer has just stamped
+        # is its own, and owners that were published above are seen.
+        worth = _worth(own_uses, own_seen, step, recency, IS_LRU)
+        if RANKED:  # worth is never negative, so its bits are in its order
+            key = tl.where(miss, worth.to(tl.int32, bitcast=True), -1)
+            rank = _rank(key, marks, expert, real, num_experts, EXPERTS, SEEN)
+        else:
+            rank = tl.cumsum(miss.to(tl.int32), 0) - 1
         tl.debug_barrier()
         slot = tl.arange(0, QUEUE)
         candidate = tl.load(queue + slot, mask=slot < queue_len, other=num_places)
@@ -174,7 +199,8 @@ def _decide(
         tl.store(ready + number, candidate, mask=fit)
         num_fit = tl.sum(fit.to(tl.int32), 0)
         tl.debug_barrier()
-        rank = tl.cumsum(miss.to(tl.int32), 0) - 1
+        if RANKED:
+            tl.store(marks + expert, expert * 0, mask=real)
         may = miss & (rank < num_fit)
         victim = tl.load(ready + rank, mask=may, other=num_places)
         old = tl.load(owner + victim, mask=may, other=FREE)
@@ -184,7 +210,6 @@ def _decide(
             better = tl.where(is_frozen > 0, 0, 1) + tl.zeros([EXPERTS], tl.int32) > 0
         else:
             margin = tl.where(is_frozen > 0, frozen_margin, 1.0)
-            worth = _worth(own_uses, own_seen, step, recency, IS_LRU)
             old_uses = tl.load(uses + old, mask=held, other=0.0)
             old_seen = tl.load(seen + old, mask=held, other=0)
             better = worth > margin * _worth(old_uses, old_seen, step, recency, IS_LRU)
@@ -221,7 +246,7 @@ def _publish(taken, address, owner, row, num_experts, num_places, base, place_by
 
 def decide(
     tables: ResidencyTables, row: int, experts: torch.Tensor, published: int, base: int, place_bytes: int,
-    recency: float, frozen_margin: float, *, is_lru: bool, with_read: bool = False,
+    recency: float, frozen_margin: float, *, is_lru: bool, ranked: bool = True, with_read: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """See :meth:`memory.device.residency.Residency.decide`; ``published`` -1 for no row. Answers two [experts] int64:
     where blocks are to be stored, and ``with_read`` where each is to be read once they are (else the first again)."""
@@ -239,7 +264,8 @@ def decide(
         len(tables.owner) - 1, num_rows, len(tables.queue), base, place_bytes, recency, frozen_margin, IS_LRU=is_lru,
         EXPERTS=triton.next_power_of_2(num_experts), QUEUE=triton.next_power_of_2(max(len(tables.queue), 2)),
         COMPARES=compares, PAIRS=max(8, triton.next_power_of_2(pairs)) if compares else MARKING_PAIRS,
-        HAS_READ=with_read, OVERLAP=overlap, launch_pdl=overlap, num_warps=4,
+        HAS_READ=with_read, OVERLAP=overlap, RANKED=ranked,
+        SEEN=min(RANKED_AT_ONCE, triton.next_power_of_2(num_experts)), launch_pdl=overlap, num_warps=4,
     )  # fmt: skip
     return tee, read
 

@@ -52,11 +52,13 @@ class Lane(IntEnum):
 @dataclass(frozen=True, slots=True)
 class ResidencyRules:
     """``policy``: ``lru`` or ``lfru``. ``queue_places``: victims found by a step's scan at most. ``freezes``: whether a
-    step that needs more than the places stops evictions; off, the places churn."""
+    step that needs more than the places stops evictions; off, the places churn. ``ranked``: whether a layer's worthiest
+    miss meets the least worthy victim, or misses come by their number."""
 
     policy: str = "lfru"
     queue_places: int = 1024
     freezes: bool = True
+    ranked: bool = True
 
 
 class Residency:
@@ -114,6 +116,7 @@ class Residency:
             base=self._base, place_bytes=self._place_bytes, is_lru=self._rules.policy == "lru",
             freezes=self._rules.freezes, decay=FREQUENCY_DECAY, recency=RECENCY_WEIGHT,
             frozen_margin=FROZEN_MARGIN, thaw_share=THAW_SHARE, ghost_shift=GHOST_SHIFT,
+            ranked=self._rules.ranked,
         )  # fmt: skip
 
     def tables(self) -> dict[str, torch.Tensor]:
@@ -323,7 +326,7 @@ class Residency:
 
     def _victims(self, row: int, miss: torch.Tensor) -> torch.Tensor:
         """[experts] the place that each missing expert takes, the number of places where it takes none: the n-th miss
-        is paired with the n-th of the queue that may be a victim now, and takes it if it is worth more."""
+        by worth is paired with the n-th of the queue that may be a victim now, and takes it if it is worth more."""
         none, length = self.num_places, len(self._queue)
         if length == 0:
             return torch.full_like(miss, none, dtype=torch.int64)
@@ -334,9 +337,16 @@ class Residency:
         ready = torch.full((length + 1,), none, dtype=torch.int64, device=miss.device)
         ready.scatter_(0, slot, self._queue)
         ready[length:].fill_(none)
-        rank = (miss.cumsum(0) - 1).clamp(0, length)
-        victim = torch.where(miss, ready[rank], none)
+        victim = torch.where(miss, ready[self._ranks(row, miss).clamp(0, length)], none)
         return torch.where(self._may_take(row, victim), victim, none)
+
+    def _ranks(self, row: int, miss: torch.Tensor) -> torch.Tensor:
+        """[experts] the position of each missing expert among them; anything for the others."""
+        if not self._rules.ranked:
+            return miss.cumsum(0) - 1
+        own = torch.arange(self._experts, device=miss.device)
+        worth = torch.where(miss, self.worth(own + row * self._experts), -1.0)
+        return torch.empty_like(own).scatter_(0, torch.argsort(worth, descending=True, stable=True), own)
 
     def _may_take(self, row: int, victim: torch.Tensor) -> torch.Tensor:
         """[experts] bool: the place is free, or the expert is worth more than its owner."""
@@ -348,15 +358,9 @@ class Residency:
         return (owner == FREE) | (self.worth(own) > margin * self.worth(owner))
 
     def _count(
-        self,
-        row: int,
-        experts: torch.Tensor,
-        stamping: torch.Tensor,
-        wanted: torch.Tensor,
-        hit: torch.Tensor,
-        taken: torch.Tensor,
-        evicted: torch.Tensor,
-    ) -> None:
+        self, row: int, experts: torch.Tensor, stamping: torch.Tensor, wanted: torch.Tensor, hit: torch.Tensor,
+        taken: torch.Tensor, evicted: torch.Tensor,
+    ) -> None:  # fmt: skip
         others = self._distinct(experts, ~stamping) & ~wanted
         there = self._places(row) < self.num_places
         by_lane = {

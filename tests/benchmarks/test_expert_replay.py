@@ -54,14 +54,14 @@ def test_streams_of_one_domain_share_experts() -> None:
     assert one < same < apart < 32
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfru"])
+@pytest.mark.parametrize(("policy", "ranked"), [("lru", True), ("lfru", True), ("lfru", False)])
 @pytest.mark.parametrize("places", [3, 10])
-def test_the_device_does_what_the_policy_says(policy: str, places: int) -> None:
+def test_the_device_does_what_the_policy_says(policy: str, ranked: bool, places: int) -> None:
     """Same hits and same resident experts, step by step, with freezing."""
     pool = Pool(places, 3, 8)
-    pure = Lru(pool) if policy == "lru" else Lfru(pool)
+    pure = (Lru if policy == "lru" else Lfru)(pool, ranked=ranked)
     host = torch.arange(1, 25).view(3, 8) * 128 + (1 << 30)
-    device = Residency(host, 1 << 20, 128, places, ResidencyRules(policy, queue_places=places))
+    device = Residency(host, 1 << 20, 128, places, ResidencyRules(policy, places, ranked=ranked))
     for block in encode_places([], [PlaceRange(0, places)]):
         device.apply(block)
     seen = 0

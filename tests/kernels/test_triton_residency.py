@@ -20,9 +20,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS, EXPERTS, PER_TOKEN, PLACE_BYTES, BASE = 3, 12, 3, 256, 1 << 20
 
 
-def a_residency(num_places: int, policy: str, queue_places: int, freezes: bool = True) -> Residency:
+def a_residency(
+    num_places: int, policy: str, queue_places: int, freezes: bool = True, ranked: bool = True
+) -> Residency:
     host = torch.arange(ROWS * EXPERTS, device=DEVICE).view(ROWS, EXPERTS) * 4096 + (1 << 30)
-    rules = ResidencyRules(policy, queue_places, freezes)
+    rules = ResidencyRules(policy, queue_places, freezes, ranked)
     found = Residency(host, BASE, PLACE_BYTES, num_places, rules)
     found._fused = None  # the tensor operations, on a GPU too
     return found
@@ -56,13 +58,19 @@ def compare(plain: Residency, other: Residency, when: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "num_places", "queue_places", "freezes"),
-    [("lfru", 5, 64, True), ("lfru", 20, 7, True), ("lru", 40, 1024, False), ("lru", 4, 2, True)],
+    ("policy", "num_places", "queue_places", "freezes", "ranked"),
+    [
+        ("lfru", 5, 64, True, True),
+        ("lfru", 20, 7, True, True),
+        ("lfru", 9, 64, True, False),
+        ("lru", 40, 1024, False, False),
+        ("lru", 4, 2, True, True),
+    ],
 )
 def test_the_kernels_do_what_the_tensor_operations_do(
-    policy: str, num_places: int, queue_places: int, freezes: bool
+    policy: str, num_places: int, queue_places: int, freezes: bool, ranked: bool
 ) -> None:
-    plain = a_residency(num_places, policy, queue_places, freezes)
+    plain = a_residency(num_places, policy, queue_places, freezes, ranked)
     allow(plain, 0, num_places - 1)
     other = copy.deepcopy(plain)
     kernels = kernels_over(other)

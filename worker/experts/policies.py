@@ -46,11 +46,15 @@ class Pool:
 
 
 class _Queued(ABC):
-    """One scan a step sorts the places by worth; each layer's misses take from the front what may go."""
+    """One scan a step sorts the places by worth; each layer's misses take from the front what may go.
 
-    def __init__(self, pool: Pool, freezes: bool = True) -> None:
+    ``ranked``: the worthiest miss meets the least worthy place; else misses come by their number.
+    """
+
+    def __init__(self, pool: Pool, freezes: bool = True, ranked: bool = True) -> None:
         self._pool = pool
         self._freezes = freezes
+        self._ranked = ranked
         keys = pool.num_layers * pool.num_experts
         self._place = np.full(keys, -1, dtype=np.int64)
         self._owner = np.full(pool.num_places, -1, dtype=np.int64)
@@ -84,7 +88,10 @@ class _Queued(ABC):
         self._note(keys)
         ours = self._owner[queue] // self._pool.num_experts == keys[0] // self._pool.num_experts
         ready = queue[(self._stamp[queue] < self._now) & (~ours | (self._owner[queue] < 0))]
-        for key, victim in zip(keys[place < 0].tolist(), ready.tolist(), strict=False):
+        misses = keys[place < 0]
+        if self._ranked:
+            misses = misses[np.argsort(-self._worth(misses), kind="stable")]
+        for key, victim in zip(misses.tolist(), ready.tolist(), strict=False):
             owner = int(self._owner[victim])
             if owner >= 0 and not self._takes(key, owner):
                 continue

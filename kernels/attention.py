@@ -138,6 +138,7 @@ def paged_attention(
     out: torch.Tensor,
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
+    split_tokens: int | None = None,
 ) -> None:
     """Causal attention of all rows of a step, those of one token and longer ones, over their pages.
 
@@ -152,11 +153,16 @@ def paged_attention(
         sinks: [heads] logits that join the softmax denominator only, or None.
         out: [tokens, heads, dim], filled; padding stays as it is.
         key_scale, value_scale: [pages, page_tokens, kv_heads] float32 views that multiply FP8 pages, or None.
+        split_tokens: keys of a row that a program reads on a GPU, a multiple of 64; None: as suits many rows. Other
+            numbers give other bits.
     """
     if query.is_cuda:
         from kernels._triton import attention as on_gpu
 
-        on_gpu.paged_attention(query, key_pages, value_pages, rows, scale, sinks, out, key_scale, value_scale)
+        split = on_gpu.SPLIT_TOKENS if split_tokens is None else split_tokens
+        on_gpu.paged_attention(
+            query, key_pages, value_pages, rows, scale, sinks, out, key_scale, value_scale, split
+        )
         return
     plain_paged_attention(query, key_pages, value_pages, rows, scale, sinks, out, key_scale, value_scale)
 

@@ -23,6 +23,8 @@ from worker.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
+_OF_DECODE_STEPS = ("flash", "triton", "triton_few")
+"""Names that may serve decode steps, where another serves those with chunks."""
 Measure = Callable[
     [torch.device, DecodeGroup, tuple[str, ...], tuple[tuple[int, int], ...]], tuple[DecodeTimes, ...]
 ]
@@ -80,7 +82,7 @@ def choose_decode_backend(
         return base
     shapes = [group.shape for group in groups.values()]
     found: dict[str, AttentionBackend] = {base.name: base}
-    for name in _preferred(device, deterministic=False):
+    for name in _OF_DECODE_STEPS:
         backend: AttentionBackend = base if name == base.name else BACKENDS.load(name)()
         if backend.capturable and not unusable_reasons(backend, shapes, device):
             found[name] = backend

@@ -102,7 +102,12 @@ def _layers(group: DecodeGroup, scratch: torch.Tensor, num_pages: int) -> list[K
     values = scratch.view(getattr(torch, shape.kv_dtype))
     values = values[: distinct * layer_bytes // values.itemsize]
     held = values.view(num_pages, 2 * distinct, page, shape.num_kv_heads, shape.head_dim)
-    known = [KvPages(held[:, 2 * layer], held[:, 2 * layer + 1]) for layer in range(distinct)]
+    scales = (
+        torch.ones(held.shape[0], *held.shape[2:4], device=scratch.device) if values.itemsize == 1 else None
+    )
+    known = [
+        KvPages(held[:, layer], held[:, layer + 1], scales, scales) for layer in range(0, 2 * distinct, 2)
+    ]
     return [known[number % distinct] for number in range(count)]
 
 

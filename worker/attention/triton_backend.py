@@ -10,6 +10,8 @@ from kernels.attention import PagedRows, paged_attention
 from worker.attention.base import AttentionPlan, AttentionShape, KvPages, PagedGeometry
 from worker.attention.rows import paged_rows
 
+FEW_ROWS_SPLIT_TOKENS = 128
+
 
 @dataclass(frozen=True, slots=True)
 class TritonPlan:
@@ -24,6 +26,7 @@ class TritonAttention:
 
     name = "triton"
     capturable = True
+    split_tokens: int | None = None
 
     def unusable_reason(self, shape: AttentionShape, device: torch.device) -> str | None:
         """Its tiles are powers of two, and it is compiled for GPUs."""
@@ -57,5 +60,15 @@ class TritonAttention:
             out,
             pages.key_scale,
             pages.value_scale,
+            self.split_tokens,
         )
         return out
+
+
+class TritonFewRowsAttention(TritonAttention):
+    """The same for a few rows of one token: twice as many programs read half as many keys each, so that more of the
+    card is at work; adding their results up costs more with longer contexts and more rows. Its bits are not those of
+    :class:`TritonAttention`."""
+
+    name = "triton_few"
+    split_tokens = FEW_ROWS_SPLIT_TOKENS

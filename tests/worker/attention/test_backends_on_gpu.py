@@ -170,7 +170,7 @@ def _seeded() -> None:
 
 @pytest.mark.parametrize("rows", [DECODE, MIXED], ids=["decode", "mixed"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("name", ["flash", "triton", "torch"])
+@pytest.mark.parametrize("name", ["flash", "triton", "triton_few", "torch"])
 def test_each_backend_is_as_exact_as_bfloat16(
     name: str,
     shape: AttentionShape,
@@ -184,7 +184,7 @@ def test_each_backend_is_as_exact_as_bfloat16(
     assert found < 4e-3
 
 
-@pytest.mark.parametrize("name", ["triton", "torch"])
+@pytest.mark.parametrize("name", ["triton", "triton_few", "torch"])
 def test_float32(name: str) -> None:
     shape = AttentionShape(6, 2, 64, 0.125, window=200, has_sinks=True, kv_dtype="float32")
     step = make_step(shape, MIXED, 16, torch.float32)
@@ -192,7 +192,7 @@ def test_float32(name: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [SHAPES["qwen3"], SHAPES["gpt_oss_window"]], ids=["full", "window"])
-@pytest.mark.parametrize("name", ["flash", "triton", "torch"])
+@pytest.mark.parametrize("name", ["flash", "triton", "triton_few", "torch"])
 def test_shuffled_pages_equal_pages_in_order_bit_for_bit(
     name: str, shape: AttentionShape, record_property: Callable[[str, object], None]
 ) -> None:
@@ -202,7 +202,7 @@ def test_shuffled_pages_equal_pages_in_order_bit_for_bit(
     record_property("figure", f"attention {name}, window {shape.window}: paged equals contiguous bit for bit")
 
 
-@pytest.mark.parametrize("name", ["triton", "torch"])
+@pytest.mark.parametrize("name", ["triton", "triton_few", "torch"])
 def test_fp8_pages_stay_within_their_error(name: str, record_property: Callable[[str, object], None]) -> None:
     shape = AttentionShape(32, 4, 128, 128**-0.5, kv_dtype="float8_e4m3fn")
     step = make_step(shape, MIXED, 32)
@@ -214,7 +214,7 @@ def test_fp8_pages_stay_within_their_error(name: str, record_property: Callable[
 
 
 @pytest.mark.parametrize("shape", [SHAPES["qwen3"], SHAPES["gpt_oss_window"]], ids=["full", "window"])
-@pytest.mark.parametrize("name", ["flash", "triton"])
+@pytest.mark.parametrize("name", ["flash", "triton", "triton_few"])
 def test_a_graph_reads_its_tables_anew(name: str, shape: AttentionShape) -> None:
     backend = backend_for(name, shape)
     first = make_step(shape, DECODE, 32)

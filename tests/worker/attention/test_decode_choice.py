@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from worker.attention import BACKENDS, flash
-from worker.attention.base import AttentionBackend, AttentionShape, PagedGeometry
+from worker.attention import BACKENDS, flash, triton_backend
+from worker.attention.base import AttentionBackend, AttentionShape, KvPages, PagedGeometry
 from worker.attention.choice import choose_backend, choose_decode_backend
 from worker.attention.decode_choice import SWITCH, DecodeChoice, DecodeTimes, choose_decode, measured_rows
 from worker.attention.decode_times import DecodeGroup, _geometry, _layers
@@ -117,7 +118,12 @@ class Measuring:
     ) -> tuple[DecodeTimes, ...]:
         self.asked.append((group, names, sizes))
         return tuple(
-            DecodeTimes(rows, bound, bound // 4, {"flash": 1.0, "triton": self._triton_s(group, rows, bound)})
+            DecodeTimes(
+                rows,
+                bound,
+                bound // 4,
+                {n: self._triton_s(group, rows, bound) if n == "triton" else 1.0 for n in names},
+            )
             for rows, bound in sizes
         )
 
@@ -134,9 +140,9 @@ SIZES = tuple((rows, bound) for bound in (4096, 16384) for rows in (1, 8, 64))
 
 
 def chosen(
-    measure: Measuring, shapes: Sequence[AttentionShape] = (FULL, WINDOW), **settings: object
+    measure: Measuring, shapes: Sequence[AttentionShape] = (FULL, WINDOW), **settings: Any
 ) -> AttentionBackend:
-    config = WorkerConfig(model="any", **settings)  # type: ignore[arg-type]
+    config = WorkerConfig(model="any", **settings)
     base = choose_backend(config, shapes, GPU)
     groups = {name: group for name, group in GROUPS.items() if group.shape in shapes}
     return choose_decode_backend(config, base, groups, SIZES, GPU, measure)
@@ -152,13 +158,16 @@ def test_auto_serves_decode_steps_by_what_was_measured(caplog: pytest.LogCapture
     with caplog.at_level("INFO"):
         backend = chosen(measure)
     assert isinstance(backend, SizedAttention)
-    assert [names for _, names, _ in measure.asked] == [("flash", "triton")] * 2
+    assert [names for _, names, _ in measure.asked] == [("flash", "triton", "triton_few")] * 2
     # A window is read alike in every longer context.
     assert [sizes for *_, sizes in measure.asked] == [SIZES, SIZES[3:]]
     assert backend.names(1, 4096) == ("triton", "flash")
     assert backend.names(48, 4096) == backend.names(1, 16384) == ("flash", "flash")
     assert "attention_backend=flash" in caplog.text
-    assert "group full: triton at 1 x 1024 of 4096 (500000 us, flash 1000000); triton at 8 x" in caplog.text
+    assert (
+        "group full: triton at 1 x 1024 of 4096 (500000 us, flash 1000000, triton_few 1000000); triton at"
+        in caplog.text
+    )
     assert backend.unusable_reason(FULL, GPU) is None
     assert "not measured" in str(backend.unusable_reason(replace(FULL, head_dim=32), GPU))
 
@@ -173,7 +182,7 @@ def test_auto_serves_decode_steps_by_what_was_measured(caplog: pytest.LogCapture
         ({"attention_backend": "torch"}, "torch"),
     ],
 )
-def test_nothing_is_measured_where_the_choice_is_fixed(settings: dict[str, object], name: str) -> None:
+def test_nothing_is_measured_where_the_choice_is_fixed(settings: dict[str, Any], name: str) -> None:
     measure = Measuring(few_rows_of_full)
     assert chosen(measure, **settings).name == name
     assert measure.asked == []
@@ -181,16 +190,23 @@ def test_nothing_is_measured_where_the_choice_is_fixed(settings: dict[str, objec
 
 @pytest.mark.usefixtures("with_flash")
 @pytest.mark.parametrize(
-    ("shape", "name"),
-    [(replace(FULL, kv_dtype="float8_e4m3fn"), "triton"), (replace(FULL, head_dim=96), "flash")],
+    ("shape", "device", "base", "names"),
+    [
+        (replace(FULL, kv_dtype="float8_e4m3fn"), "cuda:0", "triton", ("triton", "triton_few")),
+        (replace(FULL, head_dim=96), "cuda:0", "flash", None),
+        (FULL, "cpu", "torch", None),
+    ],
 )
-def test_nothing_is_measured_where_one_backend_serves(shape: AttentionShape, name: str) -> None:
-    measure = Measuring(few_rows_of_full)
+def test_only_what_can_serve_is_measured(
+    shape: AttentionShape, device: str, base: str, names: tuple[str, ...] | None
+) -> None:
+    measure = Measuring(lambda group, rows, bound: 1.0)
     config = WorkerConfig(model="any")
-    base = choose_backend(config, (shape,), GPU)
+    backend = choose_backend(config, (shape,), torch.device(device))
     groups = {"full": replace(GROUPS["full"], shape=shape)}
-    assert choose_decode_backend(config, base, groups, SIZES, GPU, measure) is base
-    assert (base.name, measure.asked) == (name, [])
+    assert choose_decode_backend(config, backend, groups, SIZES, torch.device(device), measure) is backend
+    assert backend.name == base
+    assert [asked for _, asked, _ in measure.asked] == ([] if names is None else [names])
 
 
 @pytest.mark.usefixtures("with_flash")
@@ -198,6 +214,20 @@ def test_one_backend_for_all_sizes_stays_by_itself() -> None:
     measure = Measuring(lambda group, rows, bound: 1.0)
     assert chosen(measure).name == "flash"
     assert len(measure.asked) == 2
+
+
+@pytest.mark.parametrize(("name", "split"), [("triton", None), ("triton_few", 128)])
+def test_each_kind_of_triton_has_its_splits(
+    name: str, split: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(triton_backend, "paged_attention", lambda *given: calls.append(given))
+    backend: AttentionBackend = BACKENDS.load(name)()
+    query = torch.zeros(1, 8, 64)
+    geometry = SimpleNamespace(**dict.fromkeys(PagedGeometry.__slots__))
+    plan = backend.plan(geometry, FULL)  # type: ignore[arg-type]
+    assert backend.run(plan, query, KvPages(query, query), None, query) is query
+    assert [given[-1] for given in calls] == [split]
 
 
 def test_a_step_goes_to_the_backend_of_its_size_and_shape() -> None:

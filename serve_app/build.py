@@ -85,6 +85,7 @@ def router_args(args: AppArgs, models: Sequence[AppArgs]) -> RouterArgs:
         api_keys_file=args.api_keys_file,
         max_body_bytes=args.max_body_bytes,
         log_level=args.log_level,
+        num_routers=args.router_replicas,
     )
 
 
@@ -108,6 +109,9 @@ def _model_args(args: AppArgs) -> ModelArgs:
             ticket_ttl_s=args.request_timeout_s + TICKET_MARGIN_S,
             expert_affinity=args.expert_affinity,
         ),
+        replica_bounds=(args.min_replicas, args.max_replicas)
+        if args.max_replicas
+        else (args.replicas, args.replicas),
     )
 
 

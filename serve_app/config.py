@@ -27,6 +27,7 @@ from pydantic import (
 )
 
 from serve_app.policies.autoscaling import ScalingRules
+from serve_app.telemetry.otlp import OtlpSettings
 from worker.byte_sizes import parse_bytes
 from worker.config import WorkerConfig
 from worker.errors import ConfigError
@@ -258,6 +259,30 @@ def from_environment(environment: Mapping[str, str]) -> dict[str, str]:
         if value is not None:
             found[name] = value
     return found
+
+
+def otlp_settings(environment: Mapping[str, str]) -> OtlpSettings:
+    """What the standard variables of OpenTelemetry say of a collector; the exporters themselves read the rest."""
+    endpoints = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT")
+    is_off = (
+        environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
+        or environment.get("OTEL_METRICS_EXPORTER", "otlp").lower() != "otlp"
+    )
+    protocol = environment.get("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
+    named = "OTEL_SERVICE_NAME" in environment or "service.name=" in environment.get(
+        "OTEL_RESOURCE_ATTRIBUTES", ""
+    )
+    return OtlpSettings(
+        pushes_metrics=not is_off and any(environment.get(name) for name in endpoints),
+        metrics_protocol=environment.get("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", protocol),
+        traces_protocol=environment.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", protocol),
+        service_name="" if named else "headroom",
+    )
+
+
+def own_otlp_settings() -> OtlpSettings:
+    """The same of this process."""
+    return otlp_settings(os.environ)
 
 
 def _read_models(file: Path) -> dict[str, dict[str, Any]]:

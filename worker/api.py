@@ -157,7 +157,8 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class RequestTimeline:
-    """Stamps of one request on the worker, Unix seconds; 0 where it never came so far."""
+    """Stamps of one request on the worker, Unix seconds; 0 where it never came so far. ``retracted_s``: of each
+    retraction, the first 16 at most."""
 
     queued_s: float = 0.0
     scheduled_s: float = 0.0
@@ -167,6 +168,7 @@ class RequestTimeline:
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
     num_retractions: int = 0
+    retracted_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ class ResidencyCheck:
 
     Attributes:
         found: [3] int64 on the device: number of mismatches, then row and expert of the first one.
+        num_checked: places whose turn it was so far.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class ResidencyCheck:
         self._places_per_step = min(places_per_step, residency.num_places)
         self._next = torch.zeros((), dtype=torch.int64, device=grid.device)
         self._steps = torch.arange(self._places_per_step, device=grid.device)
+        self.num_checked = 0
         self._progress = torch.zeros(2, dtype=torch.int64, device=grid.device)
         self.found = torch.zeros(3, dtype=torch.int64, device=grid.device)
 
@@ -43,6 +45,7 @@ class ResidencyCheck:
         """Checks the next places."""
         if self._places_per_step == 0:
             return
+        self.num_checked += self._places_per_step
         # On the device: the host neither waits nor sends anything.
         if self._grid.is_cuda:
             self.step_fused()

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+from serve_app.deployments.notes import UNNOTED, RequestNotes
 from serve_app.deployments.placed_stream import PlacedStream
 from serve_app.deployments.protocol import (
     Accepted,
@@ -64,13 +66,18 @@ class _Waiting:
 
 @dataclass
 class DispatchCounts:
-    """What happened so far."""
+    """What happened so far: requests sent elsewhere and refused, by why; placements, and the prompt tokens that were
+    believed to be cached where they went."""
 
-    retries: dict[str, int] = field(default_factory=dict)
+    retries: Counter[str] = field(default_factory=Counter)
+    refusals: Counter[str] = field(default_factory=Counter)
+    placements: int = 0
+    placement_prefix_tokens: int = 0
 
-    def retried(self, reason: str) -> None:
-        """Counts a request that was sent elsewhere."""
-        self.retries[reason] = self.retries.get(reason, 0) + 1
+    def placed(self, choice: Choice) -> None:
+        """Counts a placement."""
+        self.placements += 1
+        self.placement_prefix_tokens += choice.hit_tokens
 
 
 class Dispatcher:
@@ -130,6 +137,7 @@ class Dispatcher:
                 async with asyncio.timeout(self._config.queue_timeout_s):
                     await self._model_known.wait()
             except TimeoutError:
+                self.counts.refusals["no_worker"] += 1
                 raise Overloaded("No worker has started yet.", 5.0) from None
             finally:
                 self._num_asking -= 1
@@ -166,8 +174,9 @@ class Dispatcher:
 
     # -- requests -----------------------------------------------------------------------------------------------
 
-    async def open(self, request: GenerateRequest) -> TokenStream:
-        """See :meth:`serve_app.http.backend.Backend.open`; answers with the first tokens at hand."""
+    async def open(self, request: GenerateRequest, notes: RequestNotes = UNNOTED) -> TokenStream:
+        """See :meth:`serve_app.http.backend.Backend.open`; answers with the first tokens at hand. ``notes`` is told of
+        the way there."""
         facts = RequestFacts(
             num_prompt_tokens=len(request.prompt_token_ids),
             max_tokens=request.sampling.max_tokens,
@@ -178,25 +187,42 @@ class Dispatcher:
         placed_by_s = arrived_s + min(self._config.queue_timeout_s, self._config.request_timeout_s)
         ended_by_s = arrived_s + self._config.request_timeout_s
         refused_by: set[str] = set()
-        choice = await self._wait_for_place(request.request_id, facts, placed_by_s, refused_by)
+        choice = await self._queue_for(request.request_id, facts, placed_by_s, refused_by, notes)
         while True:
             try:
-                return await self._start(choice, request, ended_by_s)
+                with notes.placed(choice, len(self._placement.views)):
+                    return await self._start(choice, request, ended_by_s)
             except _NotRouted:
                 # Nobody was asked. It may be a new worker that Serve does not route to yet: it is banned for a moment.
-                self.counts.retried("gone")
+                self.counts.retries["gone"] += 1
             except (Overloaded, EngineDead, WorkerLost) as error:
                 refused_by.add(choice.replica_id)
                 if not self._others_than(refused_by):
+                    if isinstance(error, Overloaded):
+                        self.counts.refusals["worker"] += 1
                     raise
-                self.counts.retried("refused" if isinstance(error, Overloaded) else "lost")
-            choice = await self._wait_for_place(request.request_id, facts, placed_by_s, refused_by)
+                self.counts.retries["refused" if isinstance(error, Overloaded) else "lost"] += 1
+            choice = await self._queue_for(request.request_id, facts, placed_by_s, refused_by, notes)
+
+    async def _queue_for(
+        self,
+        key: str,
+        facts: RequestFacts,
+        deadline_s: float,
+        exclude: Collection[str],
+        notes: RequestNotes,
+    ) -> Choice:
+        with notes.queued():
+            choice = await self._wait_for_place(key, facts, deadline_s, exclude)
+        self.counts.placed(choice)
+        return choice
 
     async def _wait_for_place(
         self, key: str, facts: RequestFacts, deadline_s: float, exclude: Collection[str]
     ) -> Choice:
         refused = self._queue.offer(key, time.monotonic(), deadline_s)
         if refused is not None:
+            self.counts.refusals[refused.reason.name.lower()] += 1
             raise Overloaded(
                 f"{len(self._queue)} requests wait already ({refused.reason.value}).", refused.retry_after_s
             )
@@ -225,6 +251,7 @@ class Dispatcher:
         for late in self._queue.expire(now_s):
             placed = self._waiting[late].placed
             if not placed.done():
+                self.counts.refusals["waited"] += 1
                 retry_s = self._queue.retry_after_s()
                 placed.set_exception(
                     Overloaded(f"No worker had room within {self._config.queue_timeout_s:g} s.", retry_s)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Collection
 from contextlib import aclosing
+from functools import partial
 from typing import Any, cast
 
 from serve_app.deployments.callers import Callers
+from serve_app.deployments.engine_trace import EngineTrace
 from serve_app.deployments.protocol import Accepted, Refused, StreamItem
 from serve_app.deployments.trunk import Moved, OutgoingTrunk, PolledEvents, SeatPlace, router_of
 from serve_app.policies.coalescing import CoalescingConfig, interval_s
+from serve_app.telemetry.tracing import Tracing
 from worker.api import Engine, FinishReason, GenerateRequest, TokenEvent, WorkerSnapshot
 from worker.errors import EngineDead, InvalidRequest, Overloaded
 
@@ -21,8 +24,9 @@ REPORTS = {"experts": "expert_report", "arena": "arena_report"}
 class EngineServer:
     """Serves one engine's streams on one event loop."""
 
-    def __init__(self, engine: Engine, coalescing: CoalescingConfig) -> None:
+    def __init__(self, engine: Engine, coalescing: CoalescingConfig, tracing: Tracing | None = None) -> None:
         self.engine = engine
+        self._tracing = tracing or Tracing()
         self._coalescing = coalescing
         self.num_streams = 0
         self._flowing: set[str] = set()
@@ -47,16 +51,19 @@ class EngineServer:
         self.num_streams += 1
         if place is not None:
             self._callers.took(router_of(place.trunk_id), request.request_id)
+        accepted = Accepted(self.engine.snapshot())
+        trace = EngineTrace(self._tracing.worker(request), self.engine, accepted.snapshot)
         try:
-            yield Accepted(self.engine.snapshot())
+            yield accepted
             async for event in events:
                 self._flowing.add(request.request_id)
+                trace.came(event)
                 if event.finish_reason is not None:
                     yield self._last_item(request, event)
                     return
                 trunk = self._trunks.get(place.trunk_id) if place is not None else None
                 if trunk is not None and place is not None and isinstance(events, PolledEvents):
-                    seat = trunk.take_seat(place.number, events, lambda last: self._last_item(request, last))
+                    seat = trunk.take_seat(place.number, events, partial(self._last_of_trunk, request, trace))
                     try:
                         yield Moved(event)
                         await seat.wait()
@@ -70,6 +77,7 @@ class EngineServer:
             self.num_streams -= 1
             self._flowing.discard(request.request_id)
             self._callers.ended(request.request_id)
+            trace.left()
             # Aborts the request if its end has not been read.
             await cast("Any", events).aclose()
 
@@ -101,6 +109,10 @@ class EngineServer:
     def _interval_s(self) -> float:
         # Those that wait for their first token send nothing.
         return interval_s(len(self._flowing), self._coalescing)
+
+    def _last_of_trunk(self, request: GenerateRequest, trace: EngineTrace, last: TokenEvent) -> StreamItem:
+        trace.came(last)
+        return self._last_item(request, last)
 
     def _last_item(self, request: GenerateRequest, last: TokenEvent) -> StreamItem:
         """A request's last event, or the refusal that it stands for."""

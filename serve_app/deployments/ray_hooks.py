@@ -9,12 +9,16 @@ gets a context of its own.
 from __future__ import annotations
 
 import contextvars
+import platform
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from importlib import metadata
 from typing import Any
 
 import ray
+from opentelemetry import context as otel_context
+from opentelemetry.context import Context
 from ray import serve
 from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
 from ray.serve import context as serve_context
@@ -73,7 +77,9 @@ class PinnedCalls:
         self._trunks.close()
 
     def _trunk(self, replica_id: str, trunk_id: str) -> PinnedStream:
-        return PinnedStream(in_fresh_context(lambda: self._worker.trunk.remote(replica_id, trunk_id)))
+        # Of all requests and of none: not in the trace of the one that came first.
+        call = out_of_trace(lambda: self._worker.trunk.remote(replica_id, trunk_id))
+        return PinnedStream(in_fresh_context(call))
 
     async def ask(self, replica_id: str, question: str, *given: Any) -> Any:
         """Calls ``Worker.<question>`` on that replica."""
@@ -154,6 +160,25 @@ def in_fresh_context(call: Callable[[], Any]) -> Any:
     return contextvars.copy_context().run(run)
 
 
+def out_of_trace(call: Callable[[], Any]) -> Callable[[], Any]:
+    """``call``, outside of whatever span is current; for use in a context of its own."""
+
+    def run() -> Any:
+        otel_context.attach(Context())
+        return call()
+
+    return run
+
+
+def versions() -> tuple[str, str, str]:
+    """Of this service, Python and Ray."""
+    try:
+        own = metadata.version("headroom")
+    except metadata.PackageNotFoundError:  # run from a source folder
+        own = "unknown"
+    return own, platform.python_version(), ray.__version__
+
+
 def own_replica_id() -> str:
     """Serve's name of the replica that asks, as :class:`PinnedRouter` compares it."""
     name: str = serve.get_replica_context().replica_id.unique_id
@@ -191,11 +216,11 @@ class Broadcast:
         self._timeout_s = timeout_s
         self._handle: DeploymentHandle[Any] | None = None
 
-    async def send(self, value: Any) -> Heard:
-        """Sends ``value``. Receivers that fail are no error: the next push follows."""
+    async def send(self, *values: Any) -> Heard:
+        """Sends ``values``. Receivers that fail are no error: the next push follows."""
         if self._handle is None:
             self._handle = serve.get_deployment_handle(self._deployment, serve.get_replica_context().app_name)
-        response = self._handle.broadcast(self._method, value)
+        response = self._handle.broadcast(self._method, *values)
         try:
             results = await response.results_async(timeout_s=self._timeout_s, return_exceptions=True)
         except DeploymentUnavailableError:

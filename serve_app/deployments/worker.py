@@ -10,6 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+from serve_app.config import own_otlp_settings
 from serve_app.deployments import ray_hooks
 from serve_app.deployments.engine_server import EngineServer
 from serve_app.deployments.protocol import StreamItem, WorkerReport
@@ -17,6 +18,9 @@ from serve_app.deployments.trunk import Moved, SeatPlace
 from serve_app.policies.autoscaling import autoscaling_stats
 from serve_app.policies.coalescing import CoalescingConfig
 from serve_app.telemetry.logging import configure_logging
+from serve_app.telemetry.push import WorkerPush, otlp_exporter, push_reader, resource_of
+from serve_app.telemetry.tracing import Tracing
+from serve_app.telemetry.worker_metrics import WorkerState
 from serve_app.text.model_folder import resolve_model
 from worker.api import Engine, GenerateRequest, WorkerSnapshot
 from worker.config import WorkerConfig
@@ -49,7 +53,8 @@ class Worker:
         self._num_streams = 0
         # Loading takes minutes for large models; the event loop stays free for Serve meanwhile.
         self._engine: Engine = await asyncio.to_thread(_load_engine, args)
-        self._server = EngineServer(self._engine, args.coalescing)
+        self._server = EngineServer(self._engine, args.coalescing, Tracing.of_process())
+        self._push = _metrics_push(self._engine)
         self._reports = asyncio.create_task(self._report_for_ever())
 
     async def generate(
@@ -137,6 +142,8 @@ class Worker:
     async def __del__(self) -> None:
         # Serve calls and awaits this at the end of a replica, after its requests are done or timed out.
         self._reports.cancel()
+        if self._push is not None:
+            await asyncio.to_thread(self._push.close)
         await asyncio.to_thread(self._engine.close)
 
 
@@ -146,6 +153,20 @@ def _load_engine(args: WorkerArgs) -> Engine:
     engine: Engine = ENGINES.load(config.engine)(config)
     logger.info("engine %s serves %s from %s", config.engine, engine.model.name, folder)
     return engine
+
+
+def _metrics_push(engine: Engine) -> WorkerPush | None:
+    """Pushes the engine's figures where a collector is named: Routers push their own alone."""
+    settings = own_otlp_settings()
+    if not settings.pushes_metrics:
+        return None
+    replica_id = ray_hooks.own_replica_id()
+    resource = resource_of(settings, "worker", replica_id, ray_hooks.versions()[0])
+    return WorkerPush(
+        lambda: WorkerState(engine.model.name, replica_id, 0.0, engine.snapshot()),
+        [push_reader(otlp_exporter(settings))],
+        resource,
+    )
 
 
 def _what_matters(snapshot: WorkerSnapshot) -> tuple[object, ...]:

@@ -59,6 +59,6 @@ class Backend(Protocol):
         """Whether a worker has reported lately."""
         ...
 
-    def metrics_page(self) -> tuple[bytes, str]:
+    async def metrics_page(self) -> tuple[bytes, str]:
         """The metrics in Prometheus text form, and its content type."""
         ...

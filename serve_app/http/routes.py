@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, TypeVarTuple
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 
 from serve_app.http.access import AccessMiddleware, AccessRules, BodyTooLarge, for_caller, too_large
 from serve_app.http.admin import Operations, UnknownReplica, add_admin
@@ -43,6 +45,9 @@ from serve_app.http.responses import as_chat, response_body, response_events
 from serve_app.http.schemas import ChatRequest, CompletionRequest, Lenient
 from serve_app.http.streaming import start_stream
 from serve_app.http.tokens import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
+from serve_app.telemetry.http import TelemetryMiddleware
+from serve_app.telemetry.router_metrics import RouterMetrics
+from serve_app.telemetry.tracing import Tracing
 from worker.errors import HeadroomError
 
 logger = logging.getLogger(__name__)
@@ -54,20 +59,35 @@ _Given = TypeVarTuple("_Given")
 _Made = TypeVar("_Made")
 
 
+@dataclass(frozen=True)
+class RequestTelemetry:
+    """Where times and spans of requests go."""
+
+    metrics: RouterMetrics | None = None
+    tracing: Tracing = field(default_factory=Tracing)
+
+
 def create_app(
-    backend: Backend, access: AccessRules | None = None, operations: Operations | None = None
+    backend: Backend,
+    access: AccessRules | None = None,
+    operations: Operations | None = None,
+    telemetry: RequestTelemetry | None = None,
 ) -> FastAPI:
-    """The application; operators' routes only with ``operations``. Serve makes its own trace spans, so FastAPI's are
-    switched off where it has them."""
+    """The application; operators' routes only with ``operations``, times and spans of requests with ``telemetry``.
+    FastAPI's own spans are switched off where it has them: they would begin a trace of their own beside Serve's."""
     app = FastAPI(title="Headroom", version="1", **_telemetry_off())
     app.add_middleware(AccessMiddleware, rules=access or AccessRules())
     _add_error_answers(app)
 
-    _add_generation(app, backend)
+    told = telemetry or RequestTelemetry()
+    _add_generation(app, backend, told.tracing)
     _add_facts(app, backend)
     if operations is not None:
         add_admin(app, operations)
     document(app)
+    if told.metrics is not None:
+        paths = [route.path for route in app.routes if isinstance(route, Route)]
+        app.add_middleware(TelemetryMiddleware, metrics=told.metrics, tracing=told.tracing, routes=paths)
     return app
 
 
@@ -95,11 +115,15 @@ async def _beside_streams(request: Request, make: Callable[[*_Given], _Made], *g
     return await asyncio.to_thread(make, *given)
 
 
-def _add_generation(app: FastAPI, backend: Backend) -> None:
+def _add_generation(app: FastAPI, backend: Backend, tracing: Tracing) -> None:
+    async def planned(request: Request, make: Callable[[*_Given], _Made], *given: *_Given) -> _Made:
+        with tracing.inside("tokenize"):
+            return await _beside_streams(request, make, *given)
+
     @app.post("/v1/completions", response_model=None, responses=answers(CompletionBody, stream=True))
     async def completions(request: Request, body: CompletionRequest) -> Response:
         model = find_model(backend, body.model)
-        plan = await _beside_streams(request, plan_completion, body, model)
+        plan = await planned(request, plan_completion, body, model)
         started = await start_answers(backend, model, for_caller(plan, request))
         if body.stream:
             return await start_stream(completion_chunks(started, body, plan, model), ignored_header(body))
@@ -109,7 +133,7 @@ def _add_generation(app: FastAPI, backend: Backend) -> None:
     @app.post("/v1/chat/completions", response_model=None, responses=answers(ChatBody, stream=True))
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
         model = find_model(backend, body.model)
-        plan = await _beside_streams(request, plan_chat, body, model)
+        plan = await planned(request, plan_chat, body, model)
         started = await start_answers(backend, model, for_caller(plan.answer, request))
         if body.stream:
             return await start_stream(chat_chunks(started, body, plan, model), ignored_header(body))
@@ -118,7 +142,7 @@ def _add_generation(app: FastAPI, backend: Backend) -> None:
     @app.post("/v1/responses", response_model=None, responses=answers(ResponseBody, stream=True))
     async def responses(request: Request, body: ResponseRequest) -> Response:
         model = find_model(backend, body.model)
-        plan = await _beside_streams(request, plan_chat, as_chat(body), model)
+        plan = await planned(request, plan_chat, as_chat(body), model)
         started = await start_answers(backend, model, for_caller(plan.answer, request))
         if body.stream:
             events = response_events(started, body, plan, model)
@@ -157,7 +181,7 @@ def _add_facts(app: FastAPI, backend: Backend) -> None:
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        page, content_type = backend.metrics_page()
+        page, content_type = await backend.metrics_page()
         return Response(page, media_type=content_type)
 
 

@@ -1,245 +1,155 @@
-"""The one table of metric names, and the Router's instruments made from it.
+"""The one table of metric names: what each figure is called, what it means, and where it comes from.
 
-Prometheus sees each name with dots as underscores, the unit behind it, and ``_total`` behind counters. Figures of
-workers are taken from their last reports at the moment of a scrape.
+Figures of a Router's own are counted there. Those of workers are read from their last snapshots at the moment of a
+scrape, so that they cost a step nothing; a worker that does not report a figure has no series: no data is not zero.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from serve_app.telemetry.metric import Metric
+from serve_app.telemetry.worker_metrics import WORKER_METRICS
 
-from opentelemetry.exporter.prometheus import PrometheusMetricReader
-from opentelemetry.metrics import CallbackOptions, Observation
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.view import ExplicitBucketHistogramAggregation, View
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-
-from worker.api import WorkerSnapshot
-
-SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """One row of the table. ``kind``: counter, histogram or gauge; ``unit`` as in the unified code for units."""
-
-    name: str
-    kind: str
-    unit: str
-    description: str
-    labels: tuple[str, ...] = ()
-    buckets: tuple[float, ...] = ()
-
-
-REQUESTS = Metric("headroom.requests", "counter", "", "Requests that ended.", ("model", "outcome"))
-RETRIES = Metric("headroom.retries", "counter", "", "Requests sent to another worker.", ("reason",))
-PROMPT_TOKENS = Metric(
-    "headroom.prompt_tokens", "counter", "", "Prompt tokens of started requests.", ("model",)
+SECONDS = (
+    *(0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75),
+    *(1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0),
 )
-GENERATED_TOKENS = Metric("headroom.generated_tokens", "counter", "", "Tokens sent to clients.", ("model",))
+"""Has the bounds that a promise to clients usually names, so that the share that kept it can be read off."""
+TOKEN_SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075),
+    *(0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0),
+)
+HTTP_SECONDS = (
+    *(0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(30.0, 60.0, 120.0, 300.0, 600.0),
+)
+"""As the HTTP conventions advise, and further: streams take minutes."""
+
+# -- a Router's own ---------------------------------------------------------------------------------------------------
+
+OF_MODEL = ("model",)
+
+REQUESTS = Metric(
+    "headroom.requests",
+    "counter",
+    "{request}",
+    "Answers that ended, by how: stop, length, or invalid, refused, left, expired, failed.",
+    ("model", "outcome"),
+)
+REFUSALS = Metric(
+    "headroom.refusals",
+    "counter",
+    "{request}",
+    "Answers refused with 429, by why: queue_full, deadline (would be too late), waited (was), worker, no_worker.",
+    ("model", "reason"),
+)
+RETRIES = Metric(
+    "headroom.retries",
+    "counter",
+    "{request}",
+    "Answers sent to another worker before their first token, by why: refused (a veto), lost (the worker died), gone.",
+    ("model", "reason"),
+)
+PLACEMENTS = Metric("headroom.placements", "counter", "{placement}", "Answers given to a worker.", OF_MODEL)
+PLACEMENT_PREFIX_TOKENS = Metric(
+    "headroom.placement_prefix_tokens",
+    "counter",
+    "{token}",
+    "Prompt tokens that were believed to be cached where an answer was placed.",
+    OF_MODEL,
+)
+PROMPT_TOKENS = Metric(
+    "headroom.prompt_tokens", "counter", "{token}", "Prompt tokens of started answers.", OF_MODEL
+)
+CACHED_TOKENS = Metric(
+    "headroom.cached_tokens", "counter", "{token}", "Of those, tokens whose pages were reused.", OF_MODEL
+)
+GENERATED_TOKENS = Metric(
+    "headroom.generated_tokens", "counter", "{token}", "Tokens that came from workers.", OF_MODEL
+)
+QUEUE_DURATION = Metric(
+    "headroom.queue_duration",
+    "histogram",
+    "s",
+    "From the queue's end to a worker, each time.",
+    OF_MODEL,
+    SECONDS,
+)
 TIME_TO_FIRST_TOKEN = Metric(
-    "headroom.time_to_first_token", "histogram", "s", "From arrival to the first tokens.", ("model",), SECONDS
+    "headroom.time_to_first_token", "histogram", "s", "From arrival to the first tokens.", OF_MODEL, SECONDS
+)
+INTER_TOKEN_LATENCY = Metric(
+    "headroom.inter_token_latency",
+    "histogram",
+    "s",
+    "Gap before each later token; tokens that came in one message share its gap evenly.",
+    OF_MODEL,
+    TOKEN_SECONDS,
 )
 TIME_PER_OUTPUT_TOKEN = Metric(
     "headroom.time_per_output_token",
     "histogram",
     "s",
-    "Mean time between tokens of a request, after its first message.",
-    ("model",),
+    "Mean time between tokens of an answer, after its first message.",
+    OF_MODEL,
     TOKEN_SECONDS,
 )
 REQUEST_DURATION = Metric(
-    "headroom.request_duration", "histogram", "s", "From arrival to the end.", ("model",), SECONDS
+    "headroom.request_duration", "histogram", "s", "From arrival to the end.", OF_MODEL, SECONDS
 )
-QUEUED = Metric("headroom.queued", "gauge", "", "Requests waiting in this router.")
-OPEN = Metric("headroom.open", "gauge", "", "Requests of this router at workers.")
-WORKERS = Metric("headroom.workers", "gauge", "", "Workers that reported lately.")
+HTTP_DURATION = Metric(
+    "http.server.request.duration",
+    "histogram",
+    "s",
+    "HTTP requests from the first byte to the last one of the response.",
+    ("http.request.method", "http.route", "http.response.status_code"),
+    HTTP_SECONDS,
+)
+QUEUED = Metric("headroom.queued", "gauge", "{request}", "Answers waiting for a worker.", OF_MODEL)
+OPEN = Metric("headroom.open", "gauge", "{request}", "Answers of this Router at workers.", OF_MODEL)
+WORKERS = Metric("headroom.workers", "gauge", "{worker}", "Workers that reported lately.", OF_MODEL)
+REPLICA_BOUNDS = Metric(
+    "headroom.replica_bounds",
+    "gauge",
+    "{replica}",
+    "Fewest (min) and most (max) workers that autoscaling may choose.",
+    ("model", "bound"),
+)
+MODEL_INFO = Metric(
+    "headroom.model_info",
+    "gauge",
+    "",
+    "Always 1: the loaded model's facts.",
+    ("model", "architecture", "dtype", "device", "layers", "experts"),
+)
+BUILD_INFO = Metric(
+    "headroom.build_info", "gauge", "", "Always 1: what runs here.", ("version", "python", "ray")
+)
 
-WORKER_GAUGES: Mapping[Metric, Callable[[WorkerSnapshot], float]] = {
-    Metric("headroom.worker.running", "gauge", "", "Requests in the batch.", ("worker",)): lambda s: (
-        s.num_running
-    ),
-    Metric("headroom.worker.waiting", "gauge", "", "Requests in the worker's queue.", ("worker",)): (
-        lambda s: s.num_waiting
-    ),
-    Metric("headroom.worker.retraction_rate", "gauge", "", "Retractions per second.", ("worker",)): (
-        lambda s: s.retraction_rate
-    ),
-    Metric("headroom.worker.step", "gauge", "s", "Mean length of recent steps.", ("worker",)): lambda s: (
-        s.step_s
-    ),
-    Metric("headroom.worker.arena", "gauge", "By", "Size of the arena.", ("worker",)): (
-        lambda s: s.headroom.arena_bytes
-    ),
-    Metric("headroom.worker.available", "gauge", "By", "Arena bytes that a grant could take.", ("worker",)): (
-        lambda s: s.headroom.available_bytes
-    ),
-}
-
-WORKER_COUNTERS: Mapping[Metric, Callable[[WorkerSnapshot], float]] = {
-    Metric("headroom.worker.retractions", "counter", "", "Requests sent back.", ("worker",)): (
-        lambda s: s.num_retractions
-    ),
-    Metric("headroom.worker.generated_tokens", "counter", "", "Tokens generated.", ("worker",)): (
-        lambda s: s.generated_tokens
-    ),
-    Metric(
-        "headroom.worker.cached_tokens", "counter", "", "Prompt tokens whose pages were reused.", ("worker",)
-    ): (lambda s: s.cached_tokens),
-    Metric("headroom.worker.expert_hits", "counter", "", "Expert uses served from the arena.", ("worker",)): (
-        lambda s: s.expert_hits
-    ),
-    Metric(
-        "headroom.worker.expert_misses", "counter", "", "Expert uses served from host memory.", ("worker",)
-    ): (lambda s: s.expert_misses),
-    Metric("headroom.worker.expert_paged", "counter", "By", "Bytes of experts brought in.", ("worker",)): (
-        lambda s: s.expert_bytes_paged
-    ),
-}
-
-WORKER_EXTRAS: Mapping[Metric, str] = {
-    Metric(
-        "headroom.worker.replayed_decode_steps", "counter", "", "Decode steps by CUDA graph.", ("worker",)
-    ): ("graph.replayed_decode_steps"),
-    Metric(
-        "headroom.worker.eager_decode_steps", "counter", "", "Decode steps without a graph.", ("worker",)
-    ): ("graph.eager_decode_steps"),
-    Metric(
-        "headroom.worker.replayed_mixed_steps", "counter", "", "Steps with prefill by graph.", ("worker",)
-    ): ("graph.replayed_mixed_steps"),
-    Metric("headroom.worker.eager_mixed_steps", "counter", "", "Such steps without a graph.", ("worker",)): (
-        "graph.eager_mixed_steps"
-    ),
-    Metric("headroom.worker.expert_places", "gauge", "", "Places for experts in the arena.", ("worker",)): (
-        "expert_places"
-    ),
-    Metric("headroom.worker.experts_resident", "gauge", "", "Experts that have a place.", ("worker",)): (
-        "experts_resident"
-    ),
-    Metric(
-        "headroom.worker.expert_evictions", "counter", "", "Experts that lost their place.", ("worker",)
-    ): ("expert_evictions"),
-    Metric(
-        "headroom.worker.expert_ghosts", "gauge", "", "Experts whose place was lost lately.", ("worker",)
-    ): ("expert_ghosts"),
-    Metric("headroom.worker.expert_ghost_hits", "counter", "", "Misses of such experts.", ("worker",)): (
-        "expert_ghost_hits"
-    ),
-    Metric(
-        "headroom.worker.expert_in_place", "counter", "By", "Experts read from host memory.", ("worker",)
-    ): ("expert_bytes_in_place"),
-    Metric(
-        "headroom.worker.expert_stall", "counter", "s", "The link busy with missing experts.", ("worker",)
-    ): ("expert_stall_s"),
-}
-"""By the key in ``WorkerSnapshot.extra``. A worker that reports no such key has no series: no data is not zero."""
-
-ROUTER_METRICS = (
+COUNTED = (
     REQUESTS,
-    RETRIES,
     PROMPT_TOKENS,
+    CACHED_TOKENS,
     GENERATED_TOKENS,
+    QUEUE_DURATION,
     TIME_TO_FIRST_TOKEN,
     TIME_PER_OUTPUT_TOKEN,
     REQUEST_DURATION,
+    HTTP_DURATION,
+)
+"""Told as things happen."""
+ASKED = (
+    REFUSALS,
+    RETRIES,
+    PLACEMENTS,
+    PLACEMENT_PREFIX_TOKENS,
     QUEUED,
     OPEN,
     WORKERS,
+    REPLICA_BOUNDS,
+    MODEL_INFO,
+    BUILD_INFO,
 )
-TABLE = (*ROUTER_METRICS, *WORKER_GAUGES, *WORKER_COUNTERS, *WORKER_EXTRAS)
+"""Asked for at a scrape."""
+ROUTER_METRICS = (*COUNTED, INTER_TOKEN_LATENCY, *ASKED)
 
-
-_UNITS = {"s": "_seconds", "By": "_bytes", "": ""}
-
-
-def exposed_name(metric: Metric) -> str:
-    """The name under which Prometheus sees a metric (a histogram's series add ``_bucket``, ``_sum``, ``_count``)."""
-    name = metric.name.replace(".", "_") + _UNITS[metric.unit]
-    return name + "_total" if metric.kind == "counter" else name
-
-
-@dataclass(frozen=True)
-class RouterFacts:
-    """What the gauges ask for at a scrape."""
-
-    num_queued: Callable[[], int]
-    num_open: Callable[[], int]
-    snapshots: Callable[[], Mapping[str, WorkerSnapshot]]
-    retries: Callable[[], Mapping[str, int]]
-
-
-class RouterMetrics:
-    """The instruments of one Router, with a registry of their own."""
-
-    def __init__(self, facts: RouterFacts) -> None:
-        self._registry = CollectorRegistry()
-        reader = PrometheusMetricReader(
-            disable_target_info=True, scope_info_enabled=False, registry=self._registry
-        )
-        views = [
-            View(instrument_name=m.name, aggregation=ExplicitBucketHistogramAggregation(m.buckets))
-            for m in TABLE
-            if m.buckets
-        ]
-        self._provider = MeterProvider(metric_readers=[reader], views=views)
-        meter = self._provider.get_meter("headroom")
-        made: dict[str, Callable[..., Any]] = {
-            "counter": meter.create_counter,
-            "histogram": meter.create_histogram,
-        }
-        self._instruments: dict[Metric, Any] = {
-            m: made[m.kind](m.name, unit=m.unit, description=m.description)
-            for m in ROUTER_METRICS
-            if m.kind in made and m is not RETRIES
-        }
-        for metric, read in self._observed(facts).items():
-            create = (
-                meter.create_observable_gauge if metric.kind == "gauge" else meter.create_observable_counter
-            )
-            create(metric.name, callbacks=[_callback(read)], unit=metric.unit, description=metric.description)
-
-    def add(self, metric: Metric, value: float, **labels: str) -> None:
-        """Adds to a counter, or a value to a histogram; the labels must be those of the table."""
-        if set(labels) != set(metric.labels):
-            raise ValueError(f"{metric.name} has the labels {metric.labels}, not {tuple(labels)}")
-        instrument = self._instruments[metric]
-        if metric.kind == "counter":
-            instrument.add(value, labels)
-        else:
-            instrument.record(value, labels)
-
-    def page(self) -> tuple[bytes, str]:
-        """The Prometheus text page and its content type."""
-        return generate_latest(self._registry), CONTENT_TYPE_LATEST
-
-    @staticmethod
-    def _observed(facts: RouterFacts) -> dict[Metric, Callable[[], Iterable[Observation]]]:
-        def of_workers(value: Callable[[WorkerSnapshot], float]) -> Callable[[], Iterable[Observation]]:
-            return lambda: [Observation(value(s), {"worker": name}) for name, s in facts.snapshots().items()]
-
-        observed: dict[Metric, Callable[[], Iterable[Observation]]] = {
-            QUEUED: lambda: [Observation(facts.num_queued())],
-            OPEN: lambda: [Observation(facts.num_open())],
-            WORKERS: lambda: [Observation(len(facts.snapshots()))],
-            RETRIES: lambda: [Observation(n, {"reason": reason}) for reason, n in facts.retries().items()],
-        }
-        for metric, value in (*WORKER_GAUGES.items(), *WORKER_COUNTERS.items()):
-            observed[metric] = of_workers(value)
-        for metric, key in WORKER_EXTRAS.items():
-            observed[metric] = _extra(facts, key)
-        return observed
-
-
-def _extra(facts: RouterFacts, key: str) -> Callable[[], Iterable[Observation]]:
-    return lambda: [
-        Observation(s.extra[key], {"worker": name}) for name, s in facts.snapshots().items() if key in s.extra
-    ]
-
-
-def _callback(
-    read: Callable[[], Iterable[Observation]],
-) -> Callable[[CallbackOptions], Iterable[Observation]]:
-    return lambda options: read()
+TABLE: tuple[Metric, ...] = (*ROUTER_METRICS, *(row.metric for row in WORKER_METRICS))

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from serve_app.deployments.backend import ModelService, RouterBackend
+from serve_app.deployments.backend import ModelService, RouterBackend, Telemetry
 from serve_app.deployments.dispatch import DispatchConfig, Dispatcher
 from serve_app.deployments.engine_server import EngineServer
 from serve_app.deployments.protocol import ReplicaGone, StreamItem, WorkerReport
@@ -19,7 +19,7 @@ from serve_app.deployments.trunk import SeatPlace
 from serve_app.deployments.trunk_reader import SeatedStream, Trunks
 from serve_app.http.backend import ServedModel
 from serve_app.http.errors import WorkerLost
-from serve_app.http.routes import create_app
+from serve_app.http.routes import RequestTelemetry, create_app
 from serve_app.policies.coalescing import CoalescingConfig
 from serve_app.policies.placement import Placement, PlacementConfig
 from serve_app.text.chat_formats import make_chat_format
@@ -207,6 +207,7 @@ async def running_cluster(
     from_zero: bool = False,
     wrap: Any = None,
     make_engine: Callable[[WorkerConfig], Any] = FakeEngine,
+    telemetry: Telemetry | None = None,
 ) -> AsyncIterator[Cluster]:
     """A running service over ``folder``; its workers report every 20 ms."""
     config = WorkerConfig(
@@ -216,11 +217,12 @@ async def running_cluster(
         max_running=max_running,
         max_waiting=max_waiting,
     )
+    told = telemetry or Telemetry("router0")
     pace = coalescing or CoalescingConfig(messages_per_s=1e9)
     replicas = {}
     for index in range(num_replicas):
         engine = make_engine(config)
-        replicas[f"replica{index}"] = Replica(engine, EngineServer(engine, pace))
+        replicas[f"replica{index}"] = Replica(engine, EngineServer(engine, pace, told.tracing))
     calls = InProcessTransport(replicas)
     dispatcher = Dispatcher(
         DispatchConfig(max_queue, queue_timeout_s, accept_timeout_s, request_timeout_s, from_zero),
@@ -231,8 +233,9 @@ async def running_cluster(
     template = ChatTemplate(text.chat_template, text.names) if text.chat_template else None
     chat_format = make_chat_format("auto", text.chat_template)
     service = ModelService(ServedModel("fake-model", text, template, chat_format, 0), dispatcher)
-    backend = RouterBackend([service])
-    app = create_app(backend, None, backend) if wrap is None else wrap(backend)
+    backend = RouterBackend([service], told)
+    requests = RequestTelemetry(backend.metrics, backend.tracing)
+    app = create_app(backend, None, backend, requests) if wrap is None else wrap(backend)
     # An unhandled error must come back as the client sees it, a 500, and not fall through to the test.
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:

@@ -357,10 +357,10 @@ def test_models_health_and_metrics(folder: Path) -> None:
             return str((await get("/metrics")).text)
 
         # What is said of a worker is what it reported last.
-        tokens = f'headroom_generated_tokens_total{{model="fake-model"}} {len(ANSWER) + 1}.0'
-        idle = 'headroom_worker_running{worker="replica0"} 0.0'
+        tokens = f'headroom_generated_tokens_total{{model="fake-model",router="router0"}} {len(ANSWER) + 1}.0'
+        idle = 'headroom_worker_running{model="fake-model",replica="replica0"} 0.0'
         page = await soon(page_now, lambda page: tokens in page and idle in page)
-        assert 'headroom_requests_total{model="fake-model",outcome="stop"} 1.0' in page
+        assert 'headroom_requests_total{model="fake-model",outcome="stop",router="router0"} 1.0' in page
         assert "headroom_time_to_first_token_seconds_bucket" in page
 
     served(folder, use)

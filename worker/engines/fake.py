@@ -212,6 +212,7 @@ class FakeEngine:
             victim = next(reversed(self._running.values()))
             self._stop_running(victim)
             victim.num_retractions += 1
+            victim.stamps = replace(victim.stamps, retracted_s=(*victim.stamps.retracted_s, time.time()))
             self._desk.waiting.appendleft(victim)
             self._counters.retracted()
             if victim is live:

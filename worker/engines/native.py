@@ -17,6 +17,7 @@ from memory.api import PAGE_ALIGN_BYTES, PageSpec
 from worker.api import FinishReason, GenerateRequest, ModelInfo, TokenEvent, WorkerSnapshot
 from worker.config import CPU_ARENA_BYTES, WorkerConfig
 from worker.engines.checks import check_token_ids
+from worker.engines.figures import arena_figures
 from worker.engines.paged import EngineExperts, report_json, with_experts
 from worker.engines.process import favour_step_loop
 from worker.engines.streams import EventReader, EventStreams
@@ -146,6 +147,7 @@ class NativeEngine:
         self._expert_report: ExpertReport | None = None
         self._snapshot = self._take_snapshot()
         self._arena_report = self._ledger.report()
+        self._arena_figures = arena_figures(self._arena_report)
         if info.device != "cpu":
             favour_step_loop()
         self._thread = threading.Thread(target=self._run, name="native-engine", daemon=True)
@@ -358,6 +360,8 @@ class NativeEngine:
         report = self._arena_report
         if with_report:
             report, self._reported_s = self._ledger.report(), time.monotonic()
+            self._arena_figures = arena_figures(report)
+        snapshot = replace(snapshot, extra={**snapshot.extra, **self._arena_figures})
         with self._changed:
             self._snapshot, self._arena_report = snapshot, report
 

@@ -13,6 +13,7 @@ from memory.device.residency import Lane
 from worker.api import ExpertResidency
 from worker.experts.pager import ExpertPager
 
+OVER_THE_LINK = (Lane.TEE, Lane.IN_PLACE, Lane.PREFILL_IN_PLACE, Lane.STAGED)
 POLL_S = 0.02
 """A GPU's counters are copied at most so often."""
 
@@ -24,7 +25,8 @@ class ExpertReport:
     ``counts`` has, per layer with experts, the distinct experts of its steps by ``memory.device.residency.Lane``.
     Bytes are blocks: ``bytes_paged`` were stored into places, ``bytes_in_place`` read from host memory and not kept.
     ``num_ghosts`` experts lost their place lately and have none again; ``ghost_hits`` misses were of such.
-    ``link_bytes_per_s``: at which missing experts come here, 0 where that is not known.
+    ``link_bytes_per_s``: at which missing experts come here, 0 where that is not known. ``num_checked``: places that
+    the self-check compared with their expert's hash.
     """
 
     layers: tuple[int, ...]
@@ -38,6 +40,7 @@ class ExpertReport:
     num_ghosts: int
     residency: ExpertResidency
     link_bytes_per_s: float = 0.0
+    num_checked: int = 0
 
     def stall_s(self, row: int) -> float:
         """Seconds for which a layer's decode steps kept the link busy: what they waited for missing experts, but for
@@ -113,7 +116,9 @@ class ExpertReport:
             "expert_misses_in_place": float(self.total(Lane.IN_PLACE)),
             "expert_prefill_hits": float(self.total(Lane.PREFILL_HIT)),
             "expert_prefill_misses": float(self.total(Lane.PREFILL_IN_PLACE)),
-            "expert_bytes_in_place": float(self.lane_bytes(Lane.IN_PLACE, Lane.PREFILL_IN_PLACE)),
+            "expert_staged": float(self.total(Lane.STAGED)),
+            "expert_places_checked": float(self.num_checked),
+            **{f"expert_bytes.{lane.name.lower()}": float(self.lane_bytes(lane)) for lane in OVER_THE_LINK},
         }
 
 
@@ -175,6 +180,7 @@ class ExpertReporter:
             ghost_hits=ghost_hits,
             num_ghosts=num_ghosts,
             residency=ExpertResidency(rows, experts, self._generation, bits),
+            num_checked=self._pager.num_checked,
             link_bytes_per_s=self._pager.link.bytes_per_s if self._pager.link is not None else 0.0,
         )
         return self._last

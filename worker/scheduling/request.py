@@ -9,6 +9,9 @@ import numpy as np
 from worker.api import GenerateRequest, RequestTimeline
 from worker.scheduling.step import IntArray
 
+MAX_RETRACTION_STAMPS = 16
+"""The count goes on behind it."""
+
 
 class Status(Enum):
     """Where a request stands."""
@@ -35,6 +38,7 @@ class Request:
         "number",
         "prefill",
         "queued_s",
+        "retracted_s",
         "scheduled_s",
         "seed",
         "status",
@@ -56,6 +60,7 @@ class Request:
         self.waiting_since_s = now_s
         self.scheduled_s = 0.0
         self.first_token_s = 0.0
+        self.retracted_s: tuple[float, ...] = ()
 
     @property
     def num_prompt(self) -> int:
@@ -97,4 +102,5 @@ class Request:
             num_cached_tokens=self.num_cached_tokens,
             num_generated_tokens=num_generated,
             num_retractions=self.num_retractions,
+            retracted_s=self.retracted_s,
         )

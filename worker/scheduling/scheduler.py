@@ -19,7 +19,7 @@ from worker.scheduling.limits import Limits
 from worker.scheduling.passes import PassKeeper
 from worker.scheduling.planning import PlanBuilder
 from worker.scheduling.prefixes import PrefixPolicy
-from worker.scheduling.request import Request, Status
+from worker.scheduling.request import MAX_RETRACTION_STAMPS, Request, Status
 from worker.scheduling.rows import RowTable
 from worker.scheduling.running import RunningSet
 from worker.scheduling.statistics import Statistics
@@ -161,6 +161,7 @@ class Scheduler:
     def _sent_back(self, request: Request) -> None:
         now = self._clock()
         request.waiting_since_s = now
+        request.retracted_s = (*request.retracted_s, now)[:MAX_RETRACTION_STAMPS]
         self.statistics.retractions.retracted(now)
         self._admission.forecast.retracted()
         self.waiting.put_back(request)

@@ -12,6 +12,8 @@ VERIFY = "tests/worker/experts/test_verify.py"
 KERNELS = "tests/kernels/test_triton_residency.py"
 FEW = "tests/kernels/test_triton_experts_few.py"
 GHOSTS = "tests/memory/test_ghosts.py"
+REPLAY = "tests/benchmarks/test_expert_replay.py"
+STAGED = "tests/worker/experts/test_prefill_passes.py"
 
 FAULTS = [
     Fault(
@@ -98,6 +100,27 @@ FAULTS = [
         old=" & ~ours & ",
         new=" & ",
         tests=(f"{RESIDENCY}::test_the_invariants_hold_over_random_steps_with_bans[0-lru]",),
+    ),
+    Fault(
+        "residency: a layer's least worthy miss meets the least worthy victim",
+        "memory.device.residency",
+        old="torch.argsort(worth, descending=True, stable=True)",
+        new="torch.argsort(worth, stable=True)",
+        tests=(f"{REPLAY}::test_the_device_does_what_the_policy_says[3-lfru-True]",),
+    ),
+    Fault(
+        "kernels: misses take victims in another order than the tensor operations say",
+        "kernels._triton.residency",
+        old="key = tl.where(miss, worth.to(tl.int32, bitcast=True), -1)",
+        new="key = tl.where(miss, 0, -1)",
+        tests=(f"{KERNELS}::test_the_kernels_do_what_the_tensor_operations_do[lfru-5-64-True-True]",),
+    ),
+    Fault(
+        "paging: prompts in steps run without graphs",
+        "worker.execution.runner",
+        old="if self.passes is not None and self.passes.tokens else",
+        new="if self.passes is not None else",
+        tests=(f"{STAGED}::test_steps_bring_whole_prompts_in_graphs_where_there_are_no_passes[-1-32]",),
     ),
     Fault(
         "residency: prefill rows page",

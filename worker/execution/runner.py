@@ -192,7 +192,7 @@ class ModelRunner:
         """The padded steps with chunks, not captured yet."""
         config, longest = self.config, self.model_info.max_model_len
         # Beside passes there are only chunks of a few tokens in steps.
-        most = config.max_step_tokens if self.passes is None else MIXED_TOKENS
+        most = MIXED_TOKENS if self.passes is not None and self.passes.tokens else config.max_step_tokens
         steps = MixedSteps(
             self._model.decoder,
             self.arena,

@@ -23,6 +23,7 @@ from worker.experts.pager import ExpertPager
 from worker.experts.pass_ring import PassRing
 from worker.experts.passes import PassFacts, plan_passes, priced_tokens, tokens_in_windows
 from worker.models.paged import table_experts
+from worker.scheduling.limits import MIXED_TOKENS
 from worker.scheduling.recording import RecordedStep
 
 ARENA = 1 << 21
@@ -301,3 +302,13 @@ def test_the_size_of_a_pass_is_the_links() -> None:
     )
     assert tokens_in_windows(windowed[:1], 1 << 20) == 1 << 20
     assert plan_passes(facts, -1, 40_960).line.startswith("prompts in steps")
+
+
+@pytest.mark.parametrize(("pass_tokens", "captured"), [(PASS, 16), (-1, 32)])
+def test_steps_bring_whole_prompts_in_graphs_where_there_are_no_passes(
+    pass_tokens: int, captured: int
+) -> None:
+    runner = ModelRunner(settings(pass_tokens=pass_tokens))
+    runner.attach_memory(runner.page_specs, ARENA)
+    sizes = {tokens for _, tokens, _ in runner._mixed_graphs().keys}
+    assert max(sizes) == captured >= MIXED_TOKENS

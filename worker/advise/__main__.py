@@ -14,6 +14,7 @@ from worker.advise.formats import FORMATS, find_format
 from worker.advise.geometry import KV_DTYPES
 from worker.advise.named import find_geometry
 from worker.advise.plan import RUNTIME_BYTES, Machine, Plan, Workload, make_plan
+from worker.advise.pods import pod_patch
 from worker.advise.sizing import sizing_page
 from worker.advise.words import bullets, implied_sentences, report
 from worker.byte_sizes import parse_bytes
@@ -107,6 +108,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--measure", action="store_true", help="measure link, pin limit, GPU and host memory of this machine")
     add("--json", action="store_true", help="figures instead of words")
+    add("--k8s", action="store_true", help="the memory of a pod, as a patch for k8s/, instead of words")
+    add("--pod-workers", type=_positive, default=1, help="with --k8s, workers in a pod; they share experts")
+    add("--host-tier-bytes", type=_bytes, default=0, help="with --k8s, the workers' option of that name")
     add("--sizing-page", action="store_true", help="write docs/sizing.md's text and end")
     return parser
 
@@ -181,6 +185,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan = make_plan(geometry, weights, _machine(options, measured), workload)
     if options.json:
         print(json.dumps(plan_figures(plan), indent=1))
+        return 0
+    if options.k8s:
+        sys.stdout.write(pod_patch(plan, options.pod_workers, options.host_tier_bytes))
         return 0
     lines = ["Measured here", *bullets(measured.lines), ""] if measured else []
     lines += report(plan)

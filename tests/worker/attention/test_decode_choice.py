@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from worker.attention import BACKENDS, flash, triton_backend
+from worker.attention import BACKENDS, decode_times, flash, triton_backend
 from worker.attention.base import AttentionBackend, AttentionShape, KvPages, PagedGeometry
 from worker.attention.choice import choose_backend, choose_decode_backend
 from worker.attention.decode_choice import SWITCH, DecodeChoice, DecodeTimes, choose_decode, measured_rows
-from worker.attention.decode_times import DecodeGroup, _geometry, _layers
+from worker.attention.decode_times import DecodeGroup, _geometry, _layers, _times
 from worker.attention.flash_library import FlashLibrary
 from worker.attention.sized import SizedAttention, SizedPlan
 from worker.config import WorkerConfig
@@ -282,3 +282,45 @@ def test_measured_steps_read_what_a_step_does_and_no_more_than_there_is(
     assert all(layer.value.untyped_storage().data_ptr() == scratch.data_ptr() for layer in layers)
     starts = {layer.key.data_ptr() for layer in layers}
     assert len(starts) == min(group.num_layers, scratch.nbytes // (num_pages * page * group.token_bytes))
+
+
+class Broken:
+    """A backend whose kernels do not fit the device."""
+
+    name, capturable = "broken", True
+
+    def plan(self, geometry: PagedGeometry, shape: AttentionShape) -> None:
+        raise RuntimeError("out of resource: shared memory")
+
+
+def test_each_backend_runs_the_same_step_and_one_that_fails_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a CPU, where what would be captured runs at once."""
+    launched: list[int] = []
+
+    def captured(run: Callable[[], None]) -> int:
+        run()
+        launched.append(1)
+        return len(launched)
+
+    def replayed(graphs: dict[str, int], flushed: torch.Tensor) -> dict[str, float]:
+        return {name: 1e-3 * number for name, number in graphs.items()}
+
+    class Known:
+        def load(self, name: str) -> Callable[[], Any]:
+            return Broken if name == "broken" else BACKENDS.load(name)
+
+    monkeypatch.setattr(decode_times, "BACKENDS", Known())
+    monkeypatch.setattr(decode_times, "_captured", captured)
+    monkeypatch.setattr(decode_times, "_replayed", replayed)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    scratch = torch.zeros(1 << 20, dtype=torch.bfloat16)
+    shape = replace(FULL, has_sinks=True, kv_dtype="float32")
+    group = DecodeGroup(shape, 6, 16, "float32")
+    found = _times(group, ("torch", "broken", "triton"), 3, 256, scratch, scratch)
+    assert (found.rows, found.bound, found.context) == (3, 256, 64)
+    assert found.seconds == pytest.approx({"torch": 1e-3, "triton": 2e-3})
+    assert "broken cannot serve decode steps of 3 rows: out of resource" in caplog.text
+    with pytest.raises(RuntimeError, match="shared memory"):
+        _times(group, ("broken", "torch"), 3, 256, scratch, scratch)

@@ -240,4 +240,39 @@ FAULTS = [
             "::test_placement_learns_what_requests_used_and_not_what_was_resident",
         ),
     ),
+    Fault(
+        "a request is tried on every worker, however many it killed",
+        "serve_app.deployments.dispatch",
+        old="if num_lost == MOST_LOST or not",
+        new="if not",
+        tests=(
+            "tests/serve_app/test_dispatch_losses.py"
+            "::test_a_request_that_kills_every_worker_it_meets_is_given_up",
+        ),
+    ),
+    Fault(
+        "a call that could not be made stays booked",
+        "serve_app.deployments.dispatch",
+        old="        except BaseException:\n            self._end(choice, VETOED)\n            raise\n        watch =",
+        new="        except BaseException:\n            raise\n        watch =",
+        tests=(
+            "tests/serve_app/test_dispatch_losses.py::test_a_call_that_cannot_even_be_made_leaves_no_booking",
+        ),
+    ),
+    Fault(
+        "a worker's last words bring it back for ever",
+        "serve_app.deployments.dispatch",
+        old="if replica_id not in self._reports and view.is_dead(now_s):",
+        new="if False:",
+        tests=("tests/serve_app/test_dispatch_losses.py::test_workers_that_are_gone_for_good_are_forgotten",),
+    ),
+    Fault(
+        "a dead engine looks idle",
+        "worker.engines.desk",
+        old="draining=self._draining or bool(self._error)",
+        new="draining=self._draining",
+        tests=(
+            "tests/serve_app/test_dispatch_losses.py::test_a_worker_whose_engine_died_gets_no_more_requests",
+        ),
+    ),
 ]

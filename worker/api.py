@@ -35,6 +35,9 @@ __all__ = [
 
 MAX_TOP_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
+MAX_STOP_TOKEN_IDS = 128
+MAX_LOGIT_BIAS = 1024
+"""Every step looks at all of them, for every row of the batch."""
 
 
 class FinishReason(Enum):
@@ -108,8 +111,15 @@ class SamplingParams:
             _in_range("seed", self.seed, -(2**63), MAX_SEED)
         if self.logprobs is not None:
             _in_range("top_logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
+        _few("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
+        _few("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
         for _, bias in self.logit_bias:
             _in_range("logit_bias", bias, -100.0, 100.0)
+
+
+def _few(name: str, count: int, most: int) -> None:
+    if count > most:
+        raise InvalidRequest(name, f"{name} has {count} entries; at most {most} are allowed.")
 
 
 def _in_range(name: str, value: float, low: float | None, high: float | None) -> None:
@@ -253,6 +263,7 @@ class WorkerSnapshot:
 
     ``sequence`` orders the snapshots of one worker; ``num_submitted`` counts accepted requests, so a reader knows
     which of its own placements the snapshot already contains. ``num_steps`` advances whenever the loop does.
+    ``draining``: it takes no more requests, also because it is dead.
     """
 
     sequence: int

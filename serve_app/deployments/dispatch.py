@@ -38,6 +38,8 @@ DEAD_S = 5.0
 ASK_AFTER_S = 1.5
 """Workers report every half second at least; one that has not for so long is asked."""
 TICK_S = 0.25
+MOST_LOST = 3
+"""Workers that one request may be lost with before its first token: it may be what kills them."""
 
 
 class _NotRouted(Exception):
@@ -154,9 +156,7 @@ class Dispatcher:
             if now_s - due_s > TICK_S:
                 self._pardon(now_s - due_s)
             self._placement.expire(now_s)
-            for replica_id, (at_s, _) in list(self._reports.items()):
-                if now_s - at_s > DEAD_S:
-                    self._forget(replica_id)
+            self._forget_the_gone(now_s)
             self._ask_the_silent(now_s)
             await self._watchers.look(now_s)
             self._place_waiting()
@@ -187,6 +187,7 @@ class Dispatcher:
         placed_by_s = arrived_s + min(self._config.queue_timeout_s, self._config.request_timeout_s)
         ended_by_s = arrived_s + self._config.request_timeout_s
         refused_by: set[str] = set()
+        num_lost = 0
         choice = await self._queue_for(request.request_id, facts, placed_by_s, refused_by, notes)
         while True:
             try:
@@ -197,7 +198,8 @@ class Dispatcher:
                 self.counts.retries["gone"] += 1
             except (Overloaded, EngineDead, WorkerLost) as error:
                 refused_by.add(choice.replica_id)
-                if not self._others_than(refused_by):
+                num_lost += not isinstance(error, Overloaded)
+                if num_lost == MOST_LOST or not self._others_than(refused_by):
                     if isinstance(error, Overloaded):
                         self.counts.refusals["worker"] += 1
                     raise
@@ -281,7 +283,11 @@ class Dispatcher:
     async def _start(self, choice: Choice, request: GenerateRequest, ended_by_s: float) -> TokenStream:
         """One try at one replica, up to its first tokens. Raises what the worker answers, WorkerLost, EngineDead, or
         DeadlinePassed."""
-        stream = self._transport.start(choice.replica_id, request)
+        try:
+            stream = self._transport.start(choice.replica_id, request)
+        except BaseException:
+            self._end(choice, VETOED)
+            raise
         watch = self._watchers.watch(choice.replica_id, stream, ended_by_s)
         try:
             first = await self._first_tokens(choice, watch)
@@ -375,6 +381,18 @@ class Dispatcher:
 
         asked = [report.replica_id for report in self.live_reports() if only in ("", report.replica_id)]
         return dict(zip(asked, await asyncio.gather(*map(one, asked)), strict=True))
+
+    def _forget_the_gone(self, now_s: float) -> None:
+        for replica_id, (at_s, _) in list(self._reports.items()):
+            if now_s - at_s > DEAD_S:
+                self._forget(replica_id)
+        for replica_id, view in list(self._placement.views.items()):
+            # Its last snapshot came with an answer, behind its last report.
+            if replica_id not in self._reports and view.is_dead(now_s):
+                self._forget(replica_id)
+        for replica_id, until_s in list(self._banned_until_s.items()):
+            if until_s <= now_s:
+                del self._banned_until_s[replica_id]
 
     def _forget(self, replica_id: str) -> None:
         self._placement.remove(replica_id)

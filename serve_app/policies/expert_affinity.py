@@ -14,18 +14,25 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 SAMPLE_BYTES = 128
 MIN_OBSERVATIONS = 2
 
 LEVEL_MARK = "\x1f"
 """Between the levels of an affinity key."""
+MOST_LEVEL_CHARS = 128
+"""A longer level is replaced by its hash: keys are remembered by the thousand, and clients choose them."""
 
 
 def joined_levels(levels: Iterable[str]) -> str:
     """One affinity key of several, the broadest first (a tenant, then a user, then a conversation); empty ones are left
     out."""
-    return LEVEL_MARK.join(level.replace(LEVEL_MARK, "") for level in levels if level)
+    return LEVEL_MARK.join(_short(level.replace(LEVEL_MARK, "")) for level in levels if level)
+
+
+def _short(level: str) -> str:
+    return level if len(level) <= MOST_LEVEL_CHARS else blake2b(level.encode(), digest_size=32).hexdigest()
 
 
 def affinity_keys(joined: str) -> tuple[str, ...]:

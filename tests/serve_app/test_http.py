@@ -377,15 +377,18 @@ def test_not_ready_before_a_worker_has_reported(folder: Path) -> None:
     served(folder, use, report=False, queue_timeout_s=0.2)
 
 
-def test_an_engine_that_dies_before_the_first_token_is_a_503(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_dies_before_the_first_tokens_leave_is_a_503(tmp_path: Path, stream: bool) -> None:
+    # Not streamed, nothing leaves before the end.
     folder = write_model_folder(tmp_path / "m", script={**scripted(ANSWER), "die_after_tokens": 3})
 
     async def use(cluster: Cluster) -> None:
-        first = await cluster.client.post("/v1/chat/completions", json={"messages": USER})
-        assert first.status_code == 503
-        streamed = await cluster.client.post("/v1/chat/completions", json={"messages": USER, "stream": True})
-        assert streamed.status_code == 503
-        assert streamed.json()["error"]["code"] == "worker_failed"
+        body = {"messages": USER, "stream": stream}
+        if stream:
+            cluster.replicas["replica0"].engine._counters.generated_tokens = 3
+        answer = await cluster.client.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "worker_failed"
 
     served(folder, use)
 

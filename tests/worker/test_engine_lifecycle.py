@@ -101,7 +101,9 @@ def test_a_dead_engine_ends_every_stream_with_its_error(kind: EngineKind) -> Non
             engine.check_health()
         with pytest.raises(EngineDead, match="RuntimeError"):
             engine.submit(ask("d"))
-        assert engine.snapshot().num_running == 0
+        snapshot = engine.snapshot()
+        assert snapshot.num_running == 0
+        assert snapshot.draining, "it takes no more, and Routers must not think it idle"
 
     engine = kind.make_failing(4)
     try:

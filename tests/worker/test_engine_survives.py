@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from contextlib import closing
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -139,6 +140,21 @@ def test_no_snapshot_misses_a_request_that_an_earlier_one_counted(monkeypatch: p
     with closing(served):
         asyncio.run(drive())
         for reader in readers:
-            reader.join(5)
+            reader.join(60)
     assert seen
     assert set(seen) == {1}
+
+
+@pytest.mark.parametrize(
+    ("field", "given"),
+    [
+        ("stop_token_ids", {"stop_token_ids": tuple(range(129))}),
+        ("logit_bias", {"logit_bias": tuple((token, 1.0) for token in range(1025))}),
+    ],
+)
+def test_what_every_step_would_have_to_look_at_is_bounded(field: str, given: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=f"{field} has .* at most") as caught:
+        SamplingParams(max_tokens=4, **given)
+    assert caught.value.field == field
+    fewer: dict[str, Any] = {name: values[:-1] for name, values in given.items()}
+    assert SamplingParams(max_tokens=4, **fewer)

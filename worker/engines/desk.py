@@ -84,7 +84,7 @@ class RequestDesk(Generic[R]):
             num_waiting=len(self.waiting),
             waiting_tokens=sum(taken.num_tokens for taken in self.waiting),
             max_running=max_running,
-            draining=self._draining,
+            draining=self._draining or bool(self._error),
         )
 
     def advanced(self) -> None:

@@ -214,7 +214,7 @@ class NativeEngine:
                 num_submitted=known.num_submitted + len(fresh),
                 num_waiting=known.num_waiting + len(fresh),
                 waiting_tokens=known.waiting_tokens + sum(len(r.prompt_token_ids) for r in fresh),
-                draining=self._draining,
+                draining=self._draining or bool(self._error),
             )
 
     @property

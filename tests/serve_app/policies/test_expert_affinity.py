@@ -131,3 +131,11 @@ def test_levels_come_back_as_keys_the_most_specific_first() -> None:
     assert affinity_keys(joined_levels(["", ""])) == ()
     # A name cannot pass for a level.
     assert affinity_keys(joined_levels(["a\x1fb"])) == ("ab",)
+
+
+def test_a_name_of_any_length_makes_a_short_key() -> None:
+    long = ["x" * 1_000_000, "y" * 1_000_000]
+    assert len(joined_levels(long)) < 300
+    assert joined_levels([long[0] + "a"]) != joined_levels([long[0] + "b"])
+    assert joined_levels(long) == joined_levels(long)
+    assert affinity_keys(joined_levels(["user", long[0]]))[-1] == "user"

@@ -10,6 +10,7 @@ EXACT = (
 RESCUE = "tests/memory/test_rescue.py"
 PASSES = "tests/worker/scheduling/test_prefill_passes.py"
 STAGED = "tests/worker/experts/test_prefill_passes.py"
+PRICES = "tests/worker/scheduling/test_pass_prices.py"
 REPLAY = "tests/benchmarks/test_expert_replay.py"
 
 FAULTS = [
@@ -171,6 +172,27 @@ FAULTS = [
         old="        ring.done(row)\n",
         new="        if row:\n            ring.done(row - 1)\n",
         tests=(f"{STAGED}::test_the_link_works_while_layers_are_computed",),
+    ),
+    Fault(
+        "passes: a long prompt's passes take longer and longer",
+        "worker.scheduling.limits",
+        old="first = 1.0 + num_computed / self.equal_context",
+        new="first = 1.0",
+        tests=(f"{PRICES}::test_passes_of_a_long_prompt_take_as_long_each[40-32000-3]",),
+    ),
+    Fault(
+        "passes: the link is not done when a pass is",
+        "worker.scheduling.limits",
+        old="max(1, int(whole / priced), ceil(",
+        new="max(1, ceil(whole / priced), ceil(",
+        tests=(f"{PRICES}::test_passes_of_a_long_prompt_take_as_long_each[40-32000-3]",),
+    ),
+    Fault(
+        "passes: each prompt of a pass may cost what the pass may",
+        "worker.scheduling.passes",
+        old="min(share, budget.cost)",
+        new="share",
+        tests=(f"{PRICES}::test_prompts_share_what_a_pass_may_cost",),
     ),
     Fault(
         "passes: streams wait for a pass to begin",

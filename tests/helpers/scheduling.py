@@ -24,7 +24,7 @@ from worker.loop import EngineLoop
 from worker.scheduling.admission import OutputForecast
 from worker.scheduling.grammars import Grammars
 from worker.scheduling.ledgers import make_ledger
-from worker.scheduling.limits import Limits, RingRule
+from worker.scheduling.limits import Limits, PassPrice, RingRule
 from worker.scheduling.scheduler import Scheduler
 from worker.scheduling.step import StepPlan
 
@@ -153,7 +153,9 @@ def make_desk(
     host_tier_bytes: int = 0,
     pass_tokens: int = 0,
     ring: RingRule | None = None,
+    price: PassPrice | None = None,
     chunk_tokens: int = 960,
+    max_model_len: int = 4096,
 ) -> Desk:
     """``ledger`` is one of LEDGERS; the free lists know no prefix cache."""
     arena_bytes -= arena_bytes % 128
@@ -177,13 +179,14 @@ def make_desk(
     limits = Limits(
         max_running,
         max_step_tokens,
-        max_model_len=4096,
+        max_model_len=max_model_len,
         end_token_ids=(END_TOKEN_ID,),
         deterministic=deterministic,
         prefix_cache=prefix_cache,
         checkpoint_tokens=128,
         pass_tokens=pass_tokens,
         ring=ring,
+        price=price,
         chunk_tokens=chunk_tokens,
     )
     scheduler = Scheduler(book, limits, forecast, grammars)

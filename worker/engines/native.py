@@ -412,4 +412,5 @@ def _limits(config: WorkerConfig, info: ModelInfo, passes: PassSize | None) -> L
         seed=config.seed,
         pass_tokens=passes.tokens if passes is not None else 0,
         ring=passes.ring if passes is not None else None,
+        price=passes.price if passes is not None else None,
     )

@@ -149,6 +149,11 @@ class ModelRunner:
             resident_places=self.config.expert_bytes // pager.host.place_bytes,
             hidden_size=self._model.decoder.hidden_size,
             inner_size=pager.inner_size,
+            attention_flops=sum(
+                4.0 * len(group.layers) * group.attention.num_heads * group.attention.head_dim
+                for group in self._model.groups
+                if group.attention is not None and group.attention.window is None
+            ),
         )
         # On a CPU the link is memory: what is missing is read where it is, at the same price.
         largest = info.max_model_len if self._device.type == "cuda" else 0

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 
 from memory.api import PageKind, PageSpec
-from worker.scheduling.limits import RingRule
+from worker.scheduling.limits import PassPrice, RingRule
 
-PASS_FLOPS_PER_S = 300e12
-"""What a prefill of a mixture of experts is taken to reach on the GPU."""
+PASS_FLOPS_PER_S = 215e12
+"""Routed experts' operations over the time of all but attention: 8,192 tokens of Qwen3-30B-A3B in FP8 take 138 ms of it
+on an H200."""
+ATTENTION_RATE = 2.8
+"""Attention's operations a second over that: it takes another 44 to 48 ms of those tokens."""
 PASS_LINK_BYTES_PER_S = 50e9
 ACTIVATION_BYTES = 2 << 30
 """Most bytes that the activations of a pass may take."""
@@ -37,6 +40,7 @@ class PassFacts:
         resident_places: experts that may be counted on to be resident, over all layers.
         hidden_size, inner_size: of an expert: what goes in and comes out, and what lies between.
         value_bytes: of an activation.
+        attention_flops: of a token for each token that it sees, over all layers that see everything.
     """
 
     num_layers: int
@@ -47,6 +51,7 @@ class PassFacts:
     hidden_size: int
     inner_size: int
     value_bytes: int = 2
+    attention_flops: float = 0.0
 
     @property
     def missing(self) -> int:
@@ -66,6 +71,11 @@ class PassFacts:
         return 6.0 * self.num_layers * self.experts_per_token * self.hidden_size * self.inner_size
 
     @property
+    def equal_context(self) -> float:
+        """Tokens that a token sees when attention takes as long as all else; infinite where no layer sees them all."""
+        return ATTENTION_RATE * self.token_flops / self.attention_flops if self.attention_flops else inf
+
+    @property
     def token_bytes(self) -> int:
         """Activations of a token: stream, normed, query, key, value and output, and a layer's expert outputs."""
         per_expert = self.hidden_size + 3 * self.inner_size
@@ -75,11 +85,12 @@ class PassFacts:
 @dataclass(frozen=True, slots=True)
 class PassSize:
     """``tokens`` of a pass at most, 0: prompts are computed in steps; ``ring``: how large its ring is; ``line``: the
-    sizes in words."""
+    sizes in words; ``price``: of chunks, None where a pass is to have its tokens whatever they cost."""
 
     tokens: int
     ring: RingRule
     line: str
+    price: PassPrice | None = None
 
 
 def priced_tokens(facts: PassFacts, link_bytes_per_s: float, flops_per_s: float) -> int:
@@ -114,6 +125,9 @@ def plan_passes(
     if asked == 0 and largest and facts.missing:
         tokens = min(priced, most, max(64, largest)) // 64 * 64
     ring = RingRule(facts.num_layers, facts.num_experts, facts.ring_tokens)
+    expert_s = facts.place_bytes / link_bytes_per_s
+    price = PassPrice(facts.equal_context, expert_s * flops_per_s / facts.token_flops)
+    priced_by_context = asked == 0 and tokens and facts.equal_context < inf
     what = f"prefill passes of up to {tokens} tokens" if tokens else "prompts in steps"
     return PassSize(
         tokens,
@@ -121,4 +135,5 @@ def plan_passes(
         f"{what}; {priced} tokens compute as long as the link works at {link_bytes_per_s / 1e9:.0f} GB/s"
         f" ({facts.missing} experts, {transfer_s * 1e3:.0f} ms), {most} fit {activation_bytes / 1e9:.1f} GB of"
         f" activations; a ring of {ring.places(facts.resident_places)} places",
+        price if priced_by_context else None,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 
@@ -15,15 +16,17 @@ PREFILL_SHARE = 4
 
 @dataclass(slots=True)
 class StepBudget:
-    """Tokens and rows left in the step that is being planned."""
+    """Tokens and rows left in the step that is being planned, and where chunks are priced, what they may cost."""
 
     tokens: int
     rows: int
+    cost: float = inf
 
-    def take(self, num_tokens: int) -> None:
+    def take(self, num_tokens: int, cost: float = 0.0) -> None:
         """Spends one row of ``num_tokens``."""
         self.tokens -= num_tokens
         self.rows -= 1
+        self.cost -= cost
 
 
 def choose_decode_rows(slots: IntArray, room: int, cursor: int) -> tuple[IntArray, int]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil, sqrt
 
 from memory.api import CHECKPOINT_TOKENS
 from worker.errors import ConfigError
 
 MIXED_TOKENS = 8
 """Longer chunks are a pass, where there are passes."""
+
+PRICE_SPARE = 0.02
+"""Chunks end at whole pages: what earlier passes of a prompt leave by that, its last one may take beyond the most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +28,33 @@ class RingRule:
         """Places of a ring while so many experts are resident; 0 where none is missing."""
         missing = max(0, self.num_layers * self.num_experts - num_resident)
         return min(2 * self.num_experts, 2 * -(-missing // self.num_layers))
+
+
+@dataclass(frozen=True, slots=True)
+class PassPrice:
+    """What chunks of a pass cost, in tokens without context: one that sees ``equal_context`` tokens costs two, for
+    attention takes as long as all else then. Meanwhile the link brings: an expert in ``expert_tokens``."""
+
+    equal_context: float
+    expert_tokens: float
+
+    def cost(self, num_computed: int, num_tokens: int) -> float:
+        """Of a chunk behind so many tokens."""
+        return num_tokens * (1.0 + (num_computed + num_tokens / 2) / self.equal_context)
+
+    def tokens(self, num_computed: int, cost: float) -> int:
+        """Of the longest chunk behind so many tokens that costs no more."""
+        first = 1.0 + num_computed / self.equal_context
+        return int(
+            self.equal_context * (sqrt(first * first + 2.0 * max(0.0, cost) / self.equal_context) - first)
+        )
+
+    def share(self, num_computed: int, num_known: int, priced: float, most: float) -> float:
+        """What each pass is to cost that a prompt still needs: all the same, for streams wait for layers; no less than
+        ``priced``, which the link needs, where the prompt has so much; and no more than ``most``."""
+        whole = self.cost(num_computed, num_known - num_computed)
+        spare = PRICE_SPARE if num_computed else 0.0
+        return whole / max(1, int(whole / priced), ceil(whole / most - spare))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +78,7 @@ class Limits:
             in one step than in several. With 64 rows it makes whole tiles of products.
         mixed_tokens: with passes, chunks of no more tokens than this in all are computed beside decode rows.
         ring: of a pass, which streams missing experts through expert places; None: they are read where they are.
+        price: of the chunks of passes; None: their tokens alone count.
     """
 
     max_running: int
@@ -61,6 +93,7 @@ class Limits:
     chunk_tokens: int = 960
     mixed_tokens: int = MIXED_TOKENS
     ring: RingRule | None = None
+    price: PassPrice | None = None
 
     def __post_init__(self) -> None:
         if self.deterministic and self.max_step_tokens <= CHECKPOINT_TOKENS:

@@ -8,27 +8,28 @@ from __future__ import annotations
 
 from memory.api import Ledger, PageKind, PlaceRange
 from memory.ledger.ledger import ArenaLedger
-from worker.scheduling.limits import RingRule
+from worker.scheduling.budget import StepBudget
+from worker.scheduling.limits import PRICE_SPARE, Limits
 from worker.scheduling.rows import RowTable
 from worker.scheduling.step import IntArray, StepPlan
 
 LEAST_RING_PLACES = 8
 """With fewer, copies of single experts wait for each other; missing experts are read in place then."""
+LEAST_SHARE = 0.5
+"""Of the largest pass: no prompt is cut into smaller ones, even where nothing is missing."""
 RING_SHARE = 0.5
 """Of the gap, at most: what bands may want meanwhile stays free."""
 
 
 class PassKeeper:
-    """One pass at a time; belongs to the scheduler.
+    """One pass at a time; belongs to the scheduler."""
 
-    Args:
-        rule: of the ring's size; None: no ring.
-    """
-
-    def __init__(self, ledger: Ledger, rows: RowTable, rule: RingRule | None) -> None:
+    def __init__(self, ledger: Ledger, rows: RowTable, limits: Limits) -> None:
         self._ledger = ledger
         self._rows = rows
-        self._rule = rule
+        self._rule = limits.ring
+        self._price = limits.price
+        self._most_tokens = limits.pass_tokens
         self.num_resident = 0
         """experts that have places, as far as the host has heard"""
         self._pins: list[int] = []
@@ -38,6 +39,33 @@ class PassKeeper:
     def is_open(self) -> bool:
         """Whether a pass is in flight."""
         return bool(self._pins)
+
+    def budget(self, num_rows: int) -> StepBudget:
+        """Of a pass that is being planned, for so many rows at most."""
+        if self._price is None:
+            return StepBudget(self._most_tokens, num_rows)
+        most = (1.0 + PRICE_SPARE) * self._price.cost(0, self._most_tokens)
+        return StepBudget(self._most_tokens, num_rows, most)
+
+    def most_tokens(self, num_computed: int, num_known: int, budget: StepBudget) -> int:
+        """Of the next chunk of a prompt that has so many tokens, so many of them computed, by the pass's budget."""
+        price = self._price
+        if price is None or num_known <= num_computed:
+            return budget.tokens
+        most = price.cost(0, self._most_tokens)
+        priced = max(LEAST_SHARE * most, self._num_missing() * price.expert_tokens)
+        share = price.share(num_computed, num_known, priced, most)
+        if share >= price.cost(num_computed, num_known - num_computed):  # all of it, whatever rounding says
+            share *= 1.0 + 1e-6
+        return min(budget.tokens, price.tokens(num_computed, min(share, budget.cost)))
+
+    def cost(self, num_computed: int, num_tokens: int) -> float:
+        """Of a chunk, by the pass's budget."""
+        return 0.0 if self._price is None else self._price.cost(num_computed, num_tokens)
+
+    def _num_missing(self) -> int:
+        rule = self._rule
+        return 0 if rule is None else max(0, rule.num_layers * rule.num_experts - self.num_resident)
 
     def open(self, slots: IntArray, num_tokens: int) -> PlaceRange | None:
         """A pass of these rows is being planned, in the open step; answers its ring."""

@@ -73,7 +73,7 @@ class Scheduler:
         self._cursor = -1
         self._whole_asks = all(spec.kind is not PageKind.WINDOW for spec in ledger.specs.values())
         self._prefixes = PrefixPolicy(self.running, limits)
-        self._passes = PassKeeper(ledger, self.rows, limits.ring)
+        self._passes = PassKeeper(ledger, self.rows, limits)
         self._rule = ChunkRule(self._prefixes.chunk_align, limits.deterministic)
         self._builder = PlanBuilder(self.running, grammars)
         self._applier = Applier(self.running, self.statistics, grammars, clock, self._ended)
@@ -194,9 +194,8 @@ class Scheduler:
         started: list[tuple[int, int]] = []
         if not self._passes.is_open:
             beside = min(most - len(decode), self.limits.chunk_tokens) if len(decode) else most
-            budget = StepBudget(
-                self.limits.pass_tokens if by_pass else beside, self.limits.max_running - len(decode)
-            )
+            num_rows = self.limits.max_running - len(decode)
+            budget = self._passes.budget(num_rows) if by_pass else StepBudget(beside, num_rows)
             chunks = self._choose_chunks(prefill, budget)
             started = self._admit(step, budget)
         # A row chosen early may have been sent back for a later one.
@@ -246,7 +245,7 @@ class Scheduler:
             end = computed + length
             if length and (end <= rows.capacity[slot] or self.running.ensure_room(slot, end)):
                 chosen.append((slot, length))
-                budget.take(length)
+                budget.take(length, self._passes.cost(computed, length))
         return chosen
 
     def _chunk(self, request: Request, computed: int, known: int, budget: StepBudget) -> int:
@@ -254,7 +253,10 @@ class Scheduler:
         if self.limits.deterministic:
             known = min(known, request.num_prompt)  # the output is computed again one by one
         cut = self._prefixes.next_cut(request, computed, known)
-        return self._rule.length(computed, known, budget.tokens, cut)
+        tokens = budget.tokens
+        if self.limits.pass_tokens:
+            tokens = self._passes.most_tokens(computed, known, budget)
+        return self._rule.length(computed, known, tokens, cut)
 
     def _may_admit(self, step: int) -> bool:
         head = self.waiting.peek() if self.rows.num_free else None
@@ -270,7 +272,8 @@ class Scheduler:
             admitted = self._admit_one(request, step, budget)
             if admitted is None:
                 break
-            budget.take(admitted[1])
+            slot, length = admitted
+            budget.take(length, self._passes.cost(int(self.rows.num_computed[slot]), length))
             started.append(admitted)
         return started
 

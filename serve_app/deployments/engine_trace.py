@@ -38,7 +38,7 @@ class EngineTrace:
         except EngineDead:
             return {}
         before = self._before
-        facts = {
+        facts: dict[str, float] = {
             "steps": now.num_steps - before.num_steps,
             "retractions": now.num_retractions - before.num_retractions,
             "running": now.num_running,

@@ -23,6 +23,7 @@ from ray import serve
 from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
 from ray.serve import context as serve_context
 from ray.serve._private import constants as serve_constants
+from ray.serve._private import tracing_utils
 from ray.serve._private.common import DeploymentID, ReplicaID
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
@@ -155,6 +156,8 @@ def in_fresh_context(call: Callable[[], Any]) -> Any:
         # Without an internal id Serve makes a new one for the call.
         current: contextvars.ContextVar[Any] = serve_context._serve_request_context
         current.set(replace(serve_context._get_serve_request_context(), _internal_request_id=""))
+        # A copied context shares this list: one call's span would be given another's name and attributes.
+        tracing_utils.TRACE_STACK.set(list(tracing_utils.TRACE_STACK.get([])))
         return call()
 
     return contextvars.copy_context().run(run)
@@ -165,6 +168,7 @@ def out_of_trace(call: Callable[[], Any]) -> Callable[[], Any]:
 
     def run() -> Any:
         otel_context.attach(Context())
+        tracing_utils.TRACE_STACK.set([])
         return call()
 
     return run

@@ -15,6 +15,9 @@ from serve_app.telemetry.otlp import OtlpSettings
 BACKGROUND = ("report", "trunk", "worker_report", "router_figures", "snapshot")
 """Methods that workers and Routers call of each other, request or not: many a second, and one never ends."""
 
+INGRESS = "__call__"
+"""The method of a request from outside, as Serve calls it."""
+
 
 def span_processors() -> list[SpanProcessor]:
     """As Serve wants it: no arguments, a list. The exporter reads the standard variables of OpenTelemetry."""
@@ -33,7 +36,7 @@ def span_exporter(settings: OtlpSettings) -> SpanExporter:
 
 
 class WithoutBackground(SpanProcessor):
-    """Hands on all spans but Serve's of the background's calls."""
+    """Hands on all spans but those of Serve that belong to no request."""
 
     def __init__(self, inner: SpanProcessor) -> None:
         self._inner = inner
@@ -44,7 +47,7 @@ class WithoutBackground(SpanProcessor):
 
     def on_end(self, span: ReadableSpan) -> None:
         """See the base class."""
-        if not is_background(span.name):
+        if not is_background(span.name, span.parent is not None):
             self._inner.on_end(span)
 
     def shutdown(self) -> None:
@@ -56,7 +59,11 @@ class WithoutBackground(SpanProcessor):
         return self._inner.force_flush(timeout_millis)
 
 
-def is_background(name: str) -> bool:
-    """Whether a span of that name is Serve's, of a call in the background: ``<what> <deployment> <method>``."""
+def is_background(name: str, has_parent: bool) -> bool:
+    """Whether a span is Serve's (``<what> <deployment> <method>``) and of no request: of a call in the background, or
+    of a call between deployments that says of no caller. Serve begins such roots where a request is not sampled."""
     what, _, rest = name.partition(" ")
-    return what in ("route_to_replica", "replica_handle_request") and rest.rpartition(" ")[2] in BACKGROUND
+    if what not in ("route_to_replica", "replica_handle_request"):
+        return False
+    method = rest.rpartition(" ")[2]
+    return method in BACKGROUND or not (has_parent or method == INGRESS)

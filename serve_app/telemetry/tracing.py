@@ -196,7 +196,8 @@ class WorkerSpans:
     def __init__(self, tracer: Tracer | None, request: GenerateRequest) -> None:
         self._tracer = tracer
         parent = trace.get_current_span() if tracer is not None else INVALID_SPAN
-        self.is_recording = parent.is_recording()
+        # A root here is none: Serve began it for a request that is not sampled.
+        self.is_recording = parent.is_recording() and getattr(parent, "parent", None) is not None
         """Whether spans will be made: not where the request is not traced."""
         self._timeline: RequestTimeline | None = None
         self._num_prompt = len(request.prompt_token_ids)

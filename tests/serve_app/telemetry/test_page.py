@@ -19,6 +19,7 @@ from serve_app.telemetry.metrics import ASKED, COUNTED, ROUTER_METRICS, TABLE
 from serve_app.telemetry.page import page_of
 from serve_app.telemetry.router_metrics import RouterFacts, RouterMetrics
 from serve_app.telemetry.worker_metrics import WORKER_METRICS
+from tests.helpers.eventually import soon
 from tests.helpers.tokenizers import scripted, write_model_folder
 from tests.serve_app.in_process import Cluster, served
 from tests.serve_app.telemetry.workers import all_extra, dense, expert_report, whole
@@ -80,9 +81,10 @@ def test_every_name_of_the_table_is_on_the_page_with_its_kind_and_labels() -> No
 
 
 def test_a_live_page_of_the_service_shows_the_whole_table(tmp_path: Path) -> None:
-    folder = write_model_folder(tmp_path / "m", script=scripted(ANSWER))
+    folder = write_model_folder(tmp_path / "m", script=scripted(ANSWER, tokens_per_s=200.0))
 
     async def use(cluster: Cluster) -> None:
+        await soon(lambda: len(cluster.dispatcher.live_reports()) == 2)
         assert (await cluster.client.post(CHAT, json=BODY)).status_code == 200
         cluster.replicas["replica0"].vetoes = cluster.replicas["replica1"].vetoes = 1
         assert (await cluster.client.post(CHAT, json=BODY)).status_code == 429  # a retry and a refusal

@@ -203,7 +203,7 @@ def test_a_stream_whose_client_leaves_ends_its_spans(tmp_path: Path) -> None:
 def test_retractions_are_events_at_their_time() -> None:
     recorded = Recorded()
     request = GenerateRequest("r", (1, 2, 3))
-    with recorded.tracer.start_as_current_span("parent"):
+    with recorded.tracer.start_as_current_span("root"), recorded.tracer.start_as_current_span("parent"):
         spans = Tracing(recorded.tracer).worker(request)
     stamps = RequestTimeline(10.0, 11.0, 12.0, 15.0, 3, 0, 5, 2, retracted_s=(13.0, 14.0))
     spans.told(stamps)
@@ -214,7 +214,14 @@ def test_retractions_are_events_at_their_time() -> None:
     assert (worker.attributes or {})["headroom.retractions"] == 2
     assert (worker.attributes or {})["headroom.worker.steps"] == 7
     spans.ended(FinishReason.STOP, {})
-    assert len(recorded.spans) == 5, "told twice, made once"
+    assert len(recorded.spans) == 6, "told twice, made once"
+
+
+def test_a_root_that_serve_began_at_a_worker_gets_no_children() -> None:
+    recorded = Recorded()
+    with recorded.tracer.start_as_current_span("replica_handle_request Worker generate"):
+        spans = Tracing(recorded.tracer).worker(GenerateRequest("r", (1, 2, 3)))
+    assert not spans.is_recording
 
 
 def test_engines_stamp_their_retractions(tmp_path: Path) -> None:
@@ -282,16 +289,15 @@ def test_what_is_off_costs_next_to_nothing() -> None:
     assert (time.process_time() - began_s) / 1000 < 100e-6, "a request's, of processor time"
 
 
-def test_serves_spans_of_the_background_are_dropped() -> None:
+def test_serves_spans_of_the_background_and_of_no_caller_are_dropped() -> None:
     for name in ("route_to_replica Worker trunk", "replica_handle_request Router report"):
-        assert is_background(name)
-    for name in (
-        "replica_handle_request Worker generate",
-        "proxy_http_request GET",
-        "trunk",
-        "route_to_replica",
-    ):
-        assert not is_background(name)
+        assert is_background(name, True)
+        assert is_background(name, False)
+    for name in ("replica_handle_request Worker generate", "route_to_replica Worker-a b generate"):
+        assert is_background(name, False)
+        assert not is_background(name, True)
+    for name in ("proxy_http_request GET", "trunk", "replica_handle_request Router __call__", "worker"):
+        assert not is_background(name, False)
     memory = InMemorySpanExporter()
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(WithoutBackground(SimpleSpanProcessor(memory)))

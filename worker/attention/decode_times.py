@@ -136,14 +136,14 @@ def _times(
     for name in names:
         backend: AttentionBackend = BACKENDS.load(name)()
         try:
-            steps(backend, 1)
+            steps(backend, 1)  # compiled and loaded
             torch.cuda.synchronize()
+            graphs[name] = _captured(partial(steps, backend, len(layers)))
         except Exception as error:
+            # Kernels may not fit the device, nor what many rows of long contexts leave between two of them.
             if name == names[0]:
                 raise
-            log.warning("%s cannot serve decode steps of %d rows: %s", name, rows, error)
-            continue
-        graphs[name] = _captured(partial(steps, backend, len(layers)))
+            log.warning("%s cannot serve decode steps of %d rows up to %d: %s", name, rows, bound, error)
     seconds = _replayed(graphs, flushed)
     whole = group.num_layers / len(layers)
     return DecodeTimes(rows, bound, length, {name: whole * found for name, found in seconds.items()})

@@ -321,6 +321,6 @@ def test_each_backend_runs_the_same_step_and_one_that_fails_is_left_out(
     found = _times(group, ("torch", "broken", "triton"), 3, 256, scratch, scratch)
     assert (found.rows, found.bound, found.context) == (3, 256, 64)
     assert found.seconds == pytest.approx({"torch": 1e-3, "triton": 2e-3})
-    assert "broken cannot serve decode steps of 3 rows: out of resource" in caplog.text
+    assert "broken cannot serve decode steps of 3 rows up to 256: out of resource" in caplog.text
     with pytest.raises(RuntimeError, match="shared memory"):
         _times(group, ("broken", "torch"), 3, 256, scratch, scratch)

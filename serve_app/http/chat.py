@@ -103,7 +103,7 @@ async def chat_chunks(
     answers: Answers, body: ChatRequest, plan: ChatPlan, model: ServedModel
 ) -> AsyncIterator[Chunk]:
     """The chunks of a streamed answer: the role, what is said, the finish reason, and the usage if asked for."""
-    head = AnswerIdentity.new("chatcmpl-", model.name).head(CHUNK)
+    head = {**AnswerIdentity.new("chatcmpl-", model.name).head(CHUNK), **body.usage_to_come()}
     usage = UsageCount(plan.answer.num_prompt_tokens)
     readers: dict[int, TurnReader] = {}
     plain: dict[int, EventTemplate] = {}

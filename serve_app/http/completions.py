@@ -44,7 +44,7 @@ async def completion_chunks(
     answers: Answers, body: CompletionRequest, plan: AnswerPlan, model: ServedModel
 ) -> AsyncIterator[Chunk]:
     """The chunks of a streamed completion."""
-    head = AnswerIdentity.new("cmpl-", model.name).head(KIND)
+    head = {**AnswerIdentity.new("cmpl-", model.name).head(KIND), **body.usage_to_come()}
     usage = UsageCount(plan.num_prompt_tokens)
     logprobs: dict[int, CompletionLogprobs] = {}
     plain: dict[int, EventTemplate] = {}

@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from worker.api import MAX_SEED, MAX_TOP_LOGPROBS, SamplingParams
 from worker.errors import InvalidRequest
@@ -112,6 +120,10 @@ class SamplingFields(RequestBody):
     def wants_usage(self) -> bool:
         """Whether a stream ends with a usage chunk."""
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    def usage_to_come(self) -> dict[str, None]:
+        """What every chunk but the last says of the usage where that is asked for."""
+        return {"usage": None} if self.wants_usage() else {}
 
     def sampling(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
         """The worker's parameters; raises InvalidRequest for what only it can judge."""
@@ -262,6 +274,27 @@ class ChatRequest(SamplingFields):
     response_format: OutputFormat | None = None
     store: bool | None = None
     service_tier: str | None = None
+    modalities: list[str] | None = None
+    audio: dict[str, Any] | None = None
+    web_search_options: dict[str, Any] | None = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+
+    @field_validator("modalities")
+    @classmethod
+    def _text_alone(cls, modalities: list[str] | None) -> list[str] | None:
+        if set(modalities or ()) - {"text"}:
+            raise ValueError("only text can be answered")
+        return modalities
+
+    @field_validator("audio", "web_search_options", "functions", "function_call")
+    @classmethod
+    def _not_served(cls, value: Any, info: ValidationInfo) -> Any:
+        # Without them the answer would be another one than was asked for, and nothing in it would say so.
+        if value is not None and value not in ([], "none"):
+            older = {"functions": "; send tools", "function_call": "; send tool_choice"}
+            raise ValueError(f"{info.field_name} is not supported{older.get(info.field_name or '', '')}")
+        return value
 
     def token_limit(self) -> int | None:
         """``max_completion_tokens``, or its older name; None leaves it to the context."""

@@ -61,6 +61,25 @@ def test_chat_stream_has_role_text_reason_usage_and_end(folder: Path) -> None:
     assert [c["choices"][0]["finish_reason"] for c in parsed if c["choices"]][-1] == "stop"
     assert parsed[-1]["choices"] == []
     assert parsed[-1]["usage"]["completion_tokens"] == len(ANSWER) + 1
+    assert [chunk["usage"] for chunk in parsed[:-1]] == [None] * (len(parsed) - 1)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("functions", [{"name": "now", "parameters": {}}]),
+        ("function_call", "auto"),
+        ("modalities", ["text", "audio"]),
+        ("audio", {"voice": "alloy", "format": "wav"}),
+        ("web_search_options", {}),
+    ],
+)
+def test_what_would_make_it_another_answer_is_refused(folder: Path, field: str, value: Any) -> None:
+    response = post(folder, {"messages": USER, field: value})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == field
+    neutral = {"functions": None, "function_call": "none", "modalities": ["text"]}
+    assert post(folder, {"messages": USER, **neutral}).status_code == 200
 
 
 def test_a_stream_without_usage_option_has_no_usage_chunk(folder: Path) -> None:

@@ -1,31 +1,14 @@
-"""Asking an engine in tests: requests in short, all events of an answer, and waiting for what must come true."""
+"""Asking an engine in tests: requests in short, and all events of an answer."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable
 from typing import Any
 
 from worker.api import Engine, GenerateRequest, SamplingParams, TokenEvent
 
 PROMPT = tuple(range(20, 50))
 ENDLESS = SamplingParams(max_tokens=3000, temperature=0.0, ignore_eos=True)
-
-
-def wait_until(holds: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.002)
-
-
-async def until(holds: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    """As ``wait_until``, but the event loop goes on turning."""
-    deadline = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline, "it never came true"
-        await asyncio.sleep(0.002)
 
 
 def ask(request_id: str, prompt: tuple[int, ...] = PROMPT, **sampling: Any) -> GenerateRequest:

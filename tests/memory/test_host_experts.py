@@ -8,6 +8,7 @@ import os
 import time
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from kernels.hashing import hash_blocks
 from memory.device import host_experts
 from memory.device.host_experts import HostExperts, LayerBlocks
 from memory.device.host_region import SHARED_FOLDER, HostRegion, populate, remove_shared
+from tests.helpers.eventually import eventually
 
 BLOCKS = {1: LayerBlocks(4, 384), 5: LayerBlocks(2, 128)}
 
@@ -127,13 +129,25 @@ def test_a_store_that_was_removed_while_it_was_waited_for_is_made_anew(name: str
     first = HostExperts(BLOCKS, name)
     other = context.Process(target=_wait_for, args=(name, answer))
     other.start()
-    time.sleep(0.3)
+    _until_it_waits(other, name)
     fill(first, 9)
     remove_shared(name)
     first.complete()
-    other.join(20)
+    other.join(60)
     assert answer.get() == [0, 0], "it filled a file that nobody else can find"
     assert (SHARED_FOLDER / f"headroom-{name}").exists()
+
+
+def _until_it_waits(other: multiprocessing.process.BaseProcess, name: str) -> None:
+    """Returns once a process has the store open that another one fills, and has had time to do more than it may."""
+
+    def num_open(process: int | str) -> int:
+        links = [os.readlink(entry) for entry in Path(f"/proc/{process}/fd").iterdir() if entry.exists()]
+        return sum(f"headroom-{name}" in link for link in links)
+
+    # A child has what this process has open.
+    eventually(lambda: num_open(other.pid or 0) > num_open("self"))
+    time.sleep(0.05)
 
 
 def _wait_for(name: str, answer: multiprocessing.SimpleQueue[list[int]]) -> None:
@@ -147,11 +161,11 @@ def test_a_replica_that_starts_meanwhile_waits(name: str) -> None:
     first = HostExperts(BLOCKS, name)
     other = context.Process(target=_wait_for, args=(name, answer))
     other.start()
-    time.sleep(0.3)
+    _until_it_waits(other, name)
     assert answer.empty(), "the other did not wait for the store to be filled"
     fill(first, 9)
     first.complete()
-    other.join(20)
+    other.join(60)
     assert answer.get() == [1, 9]
 
 

@@ -30,6 +30,11 @@ def check_bytes(report: dict[str, Any]) -> None:
     assert covered + gaps + rings == report["arena_bytes"]
 
 
+def is_in_use(report: dict[str, Any]) -> bool:
+    """Whether requests held pages when it was made."""
+    return any(band["pending"] or band["bound"] > band["cached_only"] for band in report["bands"])
+
+
 @pytest.mark.parametrize("mode", ["arena", "split"])
 def test_a_report_accounts_for_every_byte_while_requests_come_and_go(mode: str) -> None:
     with closing(
@@ -46,7 +51,10 @@ def test_a_report_accounts_for_every_byte_while_requests_come_and_go(mode: str) 
         watcher = threading.Thread(target=watch)
         watcher.start()
         try:
-            for turn in range(5):
+            # A busy machine may give the watcher no turn while requests run.
+            for turn in range(200):
+                if turn >= 5 and any(map(is_in_use, found)):
+                    break
                 requests = [
                     greedy(f"{turn}.{n}", tuple((7 * turn + 10 * n + i) % 250 for i in range(100)))
                     for n in range(12)
@@ -67,7 +75,7 @@ def test_a_report_accounts_for_every_byte_while_requests_come_and_go(mode: str) 
     assert last["tree"]["nodes"] > 0
     assert last["tree"]["evicted_bytes"] > 0
     assert last["host_tier"]["stored_bytes"] >= last["host_tier"]["used_bytes"] > 0
-    assert any(band["pending"] or band["bound"] > band["cached_only"] for r in found for band in r["bands"])
+    assert any(map(is_in_use, found))
 
 
 def test_a_host_tier_that_holds_no_page_stops_the_start() -> None:

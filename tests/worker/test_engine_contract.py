@@ -13,8 +13,9 @@ from contextlib import aclosing
 
 import pytest
 
-from tests.helpers.asking import ENDLESS, PROMPT, answer, ask, events_of, until, wait_until
+from tests.helpers.asking import ENDLESS, PROMPT, answer, ask, events_of
 from tests.helpers.engines import EngineKind
+from tests.helpers.eventually import eventually, soon
 from worker.api import Engine, FinishReason, GenerateRequest, TokenEvent
 from worker.errors import InvalidRequest, PromptTooLong
 
@@ -30,7 +31,7 @@ def shared(kind: EngineKind) -> Iterator[Engine]:
 def engine(shared: Engine) -> Iterator[Engine]:
     """The shared engine; the test must leave nothing in it."""
     yield shared
-    wait_until(lambda: (shared.snapshot().num_running, shared.snapshot().num_waiting) == (0, 0))
+    eventually(lambda: (shared.snapshot().num_running, shared.snapshot().num_waiting) == (0, 0))
     shared.check_health()
 
 
@@ -149,7 +150,7 @@ def test_a_slow_reader_gets_merged_events(engine: Engine) -> None:
         engine.submit(ask("a", max_tokens=24, ignore_eos=True))
         stream = engine.stream("a")
         first = await anext(stream)
-        await until(lambda: engine.snapshot().num_finished > finished)
+        await soon(lambda: engine.snapshot().num_finished > finished)
         return first, [event async for event in stream]
 
     first, rest = asyncio.run(read_late())
@@ -190,7 +191,7 @@ def test_a_reader_that_closes_early_aborts_its_request(engine: Engine) -> None:
         engine.submit(GenerateRequest("a", PROMPT, ENDLESS))
         async with aclosing(engine.stream("a")) as stream:  # type: ignore[type-var]
             await anext(stream)
-        await until(lambda: engine.snapshot().num_running == 0)
+        await soon(lambda: engine.snapshot().num_running == 0)
 
     aborted = engine.snapshot().num_aborted
     asyncio.run(leave())
@@ -201,7 +202,7 @@ def test_a_reader_that_leaves_before_the_first_event_aborts_its_request(engine: 
     async def leave() -> None:
         engine.submit(GenerateRequest("a", PROMPT, ENDLESS))
         await engine.stream("a").aclose()  # type: ignore[attr-defined]
-        await until(lambda: engine.snapshot().num_running + engine.snapshot().num_waiting == 0)
+        await soon(lambda: engine.snapshot().num_running + engine.snapshot().num_waiting == 0)
 
     aborted = engine.snapshot().num_aborted
     asyncio.run(leave())
@@ -221,13 +222,13 @@ def test_a_cancelled_or_forgotten_reader_aborts_its_request(engine: Engine) -> N
         await asyncio.sleep(0.02)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await until(lambda: engine.snapshot().num_aborted == aborted + 1)
+        await soon(lambda: engine.snapshot().num_aborted == aborted + 1)
         engine.submit(GenerateRequest("b", PROMPT, ENDLESS))
         stream = engine.stream("b")
         await anext(stream)
         del stream, task
         gc.collect()
-        await until(lambda: engine.snapshot().num_aborted == aborted + 2)
+        await soon(lambda: engine.snapshot().num_aborted == aborted + 2)
 
     asyncio.run(leave())
 
@@ -287,7 +288,7 @@ def test_snapshots_count_and_travel(engine: Engine) -> None:
     assert after.prompt_tokens - before.prompt_tokens == 2 * len(PROMPT)
     assert after.generated_tokens - before.generated_tokens == 11
     assert (after.num_running, after.num_waiting, after.waiting_tokens) == (0, 0, 0)
-    assert abs(after.time_s - time.time()) < 5.0
+    assert abs(after.time_s - time.time()) < 30.0
     assert pickle.loads(pickle.dumps(after)) == after
     assert pickle.loads(pickle.dumps(engine.model)) == engine.model
 

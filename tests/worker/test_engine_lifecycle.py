@@ -7,8 +7,9 @@ from contextlib import aclosing
 
 import pytest
 
-from tests.helpers.asking import ENDLESS, PROMPT, ask, until, wait_until
+from tests.helpers.asking import ENDLESS, PROMPT, ask
 from tests.helpers.engines import EngineKind
+from tests.helpers.eventually import PATIENCE_S, eventually, soon
 from worker.api import Engine, FinishReason, GenerateRequest
 from worker.errors import EngineDead, Overloaded
 
@@ -20,7 +21,7 @@ def test_a_full_queue_answers_overloaded_and_waiting_requests_can_be_aborted(kin
             for number in range(20):
                 engine.submit(GenerateRequest(f"r{number}", PROMPT, ENDLESS))
                 accepted.append(f"r{number}")
-                await until(lambda: engine.snapshot().num_running == 1)
+                await soon(lambda: engine.snapshot().num_running == 1)
         assert caught.value.retry_after_s > 0
         assert accepted == ["r0", "r1", "r2"], "one runs, two wait"
         snapshot = engine.snapshot()
@@ -35,7 +36,7 @@ def test_a_full_queue_answers_overloaded_and_waiting_requests_can_be_aborted(kin
         events = engine.stream("r2")
         assert (await anext(events)).token_ids
         await events.aclose()  # type: ignore[attr-defined]
-        await until(lambda: engine.snapshot().num_running == 0)
+        await soon(lambda: engine.snapshot().num_running == 0)
 
     with kind.opened(max_running=1, max_waiting=2) as engine:
         asyncio.run(fill(engine))
@@ -45,7 +46,7 @@ def test_draining_finishes_what_runs_and_refuses_what_comes(kind: EngineKind) ->
     async def drain(engine: Engine) -> None:
         engine.submit(ask("a", max_tokens=20, ignore_eos=True))
         reader = asyncio.create_task(_tokens(engine, "a"))
-        assert await engine.drain(10.0) == 0
+        assert await engine.drain(PATIENCE_S) == 0
         assert len(await reader) == 20
         with pytest.raises(Overloaded, match="drain"):
             engine.submit(ask("b"))
@@ -93,7 +94,7 @@ def test_a_dead_engine_ends_every_stream_with_its_error(kind: EngineKind) -> Non
     async def die(engine: Engine) -> None:
         for number in range(3):
             engine.submit(GenerateRequest(f"r{number}", PROMPT, ENDLESS))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             lasts = [[event async for event in engine.stream(f"r{number}")][-1] for number in range(3)]
         assert {event.finish_reason for event in lasts} == {FinishReason.ERROR}
         assert all("RuntimeError" in event.error for event in lasts)
@@ -126,7 +127,7 @@ def test_nothing_is_left_after_readers_of_every_sort(kind: EngineKind) -> None:
 
     async def all_of_them(engine: Engine) -> None:
         await asyncio.gather(*(one(engine, number) for number in range(32)))
-        await until(lambda: engine.snapshot().num_running + engine.snapshot().num_waiting == 0)
+        await soon(lambda: engine.snapshot().num_running + engine.snapshot().num_waiting == 0)
 
     with kind.opened() as engine:
         free = engine.snapshot().headroom.available_bytes
@@ -134,4 +135,4 @@ def test_nothing_is_left_after_readers_of_every_sort(kind: EngineKind) -> None:
             asyncio.run(all_of_them(engine))
         snapshot = engine.snapshot()
         assert snapshot.num_submitted == 64 == snapshot.num_finished + snapshot.num_aborted
-        wait_until(lambda: engine.snapshot().headroom.available_bytes == free)
+        eventually(lambda: engine.snapshot().headroom.available_bytes == free)

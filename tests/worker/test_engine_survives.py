@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from tests.helpers.eventually import soon
 from tests.helpers.fake_runner import FakeRunner, full_spec, state_spec, window_spec
 from worker.api import (
     Engine,
@@ -108,9 +109,7 @@ def test_the_id_of_a_request_whose_reader_left_is_free_only_when_it_has_ended() 
                 again = served.stream("one")
                 await anext(again)
                 await again.aclose()
-        async with asyncio.timeout(5):
-            while served.snapshot().num_running:  # noqa: ASYNC110 (another thread ends requests)
-                await asyncio.sleep(0.005)
+        await soon(lambda: not served.snapshot().num_running)
         served.submit(GenerateRequest("one", (1, 2, 3), SamplingParams(max_tokens=4, ignore_eos=True)))
         assert (await last_event(served, "one")).num_generated == 4
         served.check_health()

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from demo.tiny import write_tokenizer
+from tests.helpers.eventually import eventually, soon
 from worker.api import FinishReason, GenerateRequest, SamplingParams, TokenEvent
 from worker.config import WorkerConfig
 from worker.engines import ENGINES
@@ -95,17 +96,25 @@ def test_the_first_token_and_the_pace_are_as_scripted() -> None:
         engine.submit(GenerateRequest("a", (1,) * 100, SamplingParams(max_tokens=5)))
         return [time.monotonic() - started async for _ in engine.stream("a")]
 
-    with fake(first_token_s=0.1, prefill_tokens_per_s=1000.0, tokens_per_s=20.0) as engine:
-        first, *_, last = asyncio.run(stamps(engine))
-    assert 0.2 <= first < 1.0  # 0.1 s and 100 tokens at 1,000 a second
-    assert 0.4 <= last < 1.2  # four more at 20 a second, without drift
+    def is_as_scripted() -> bool:
+        with fake(first_token_s=0.1, prefill_tokens_per_s=1000.0, tokens_per_s=20.0) as engine:
+            first, *_, last = asyncio.run(stamps(engine))
+        assert first >= 0.2  # 0.1 s and 100 tokens at 1,000 a second
+        assert last >= 0.4  # four more at 20 a second, without drift
+        return first < 0.3 and last < 0.5
+
+    assert any(is_as_scripted() for _ in range(8)), "a busy machine is late, but not always"
 
 
 def test_requests_beyond_the_batch_wait_their_turn() -> None:
     async def both(engine: FakeEngine) -> tuple[TokenEvent, TokenEvent]:
-        reads = [asyncio.create_task(read(engine, name, max_tokens=10)) for name in ("a", "b")]
-        await asyncio.sleep(0.03)
-        assert (engine.snapshot().num_running, engine.snapshot().num_waiting) == (1, 1)
+        reads = [
+            asyncio.create_task(read(engine, name, max_tokens=m)) for name, m in (("a", 3000), ("b", 10))
+        ]
+        await soon(lambda: (engine.snapshot().num_running, engine.snapshot().num_waiting) == (1, 1))
+        await asyncio.sleep(0.1)
+        assert engine.snapshot().num_waiting == 1
+        engine.abort("a")
         return tuple(await asyncio.gather(*reads))  # type: ignore[return-value]
 
     with fake({"max_running": 1}, tokens_per_s=100.0) as engine:
@@ -151,20 +160,25 @@ def test_headroom_shrinks_while_a_request_runs_and_what_never_fits_is_refused() 
 
 
 def test_a_stall_is_noticed_and_a_slow_first_token_is_not_one() -> None:
-    async def wait(engine: FakeEngine) -> None:
-        engine.submit(GenerateRequest("a", (1,), SamplingParams(max_tokens=9)))
-        await asyncio.sleep(0.7)
-
-    with fake({"stall_timeout_s": 0.5}, stall_after_tokens=3) as engine:
-        asyncio.run(wait(engine))
-        with pytest.raises(EngineDead, match="not advanced"):
+    def complaint(engine: FakeEngine) -> str:
+        try:
             engine.check_health()
+        except EngineDead as dead:
+            return str(dead)
+        return ""
+
+    asked = GenerateRequest("a", (1,), SamplingParams(max_tokens=9))
+    with fake({"stall_timeout_s": 0.5}, stall_after_tokens=3) as engine:
+        engine.submit(asked)
+        assert "not advanced" in eventually(lambda: complaint(engine))
         assert engine.snapshot().generated_tokens == 3
         engine.abort("a")
         engine.check_health()  # no work, no stall
-    with fake({"stall_timeout_s": 0.5}, first_token_s=5.0) as engine:
-        asyncio.run(wait(engine))
-        engine.check_health()
+    with fake({"stall_timeout_s": 0.5}, first_token_s=60.0) as engine:
+        engine.submit(asked)
+        time.sleep(0.7)
+        # A loop that had no turn on a busy machine looks like one that stands still, until it turns again.
+        eventually(lambda: not complaint(engine), within_s=10.0)
 
 
 def test_what_was_said_before_a_scripted_death_is_heard() -> None:
@@ -178,7 +192,7 @@ def test_what_was_said_before_a_scripted_death_is_heard() -> None:
 def test_a_full_queue_is_refused_by_number() -> None:
     with fake({"max_running": 1, "max_waiting": 1}, first_token_s=60.0) as engine:
         engine.submit(GenerateRequest("a", (1,)))
-        time.sleep(0.05)
+        eventually(lambda: engine.snapshot().num_running)
         engine.submit(GenerateRequest("b", (1,)))
         with pytest.raises(Overloaded, match="1 requests are waiting"):
             engine.submit(GenerateRequest("c", (1,)))
@@ -190,12 +204,14 @@ def test_a_thousand_streams_cost_little_and_keep_their_pace() -> None:
         await asyncio.gather(*(read(engine, f"r{n}", max_tokens=20) for n in range(1000)))
         return time.monotonic() - started
 
-    with fake({"max_running": 1000}, tokens_per_s=20.0) as engine:
-        before = time.process_time()
-        took = asyncio.run(all_of_them(engine))
-        spent = time.process_time() - before
-    assert took < 3.0  # 19 gaps of 50 ms are 0.95 s
-    assert spent < 2.5, "20,000 tokens cost about 0.3 s here"
+    def took_s() -> float:
+        with fake({"max_running": 1000}, tokens_per_s=20.0) as engine:
+            before = time.process_time()
+            took = asyncio.run(all_of_them(engine))
+            assert time.process_time() - before < 2.5, "20,000 tokens cost about 0.3 s here"
+        return took
+
+    assert any(took_s() < 3.0 for _ in range(5))  # 19 gaps of 50 ms are 0.95 s
 
 
 def test_the_fake_engine_loads_no_torch() -> None:

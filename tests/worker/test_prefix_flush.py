@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from contextlib import closing
 from typing import Any
 
 import pytest
 
+from tests.helpers.eventually import PATIENCE_S, eventually
 from tests.helpers.fake_runner import FakeRunner, full_spec
 from tests.worker.test_native_engine import on_fake_runner, read
 from worker.api import GenerateRequest, SamplingParams
@@ -73,17 +73,17 @@ def test_a_closed_engine_flushes_nothing() -> None:
 
 
 class _SlowEnd(FakeRunner):
-    """Works on its first step for a while, and then fails or not."""
+    """Works on its first step until it may end, and then fails or not."""
 
     def __init__(self, fails: bool) -> None:
         super().__init__((full_spec(),))
-        self.begun = threading.Event()
+        self.begun, self.may_end = threading.Event(), threading.Event()
         self._fails = fails
 
     def launch(self, plan: StepPlan) -> StepResult:
         if plan.num_rows and not self.begun.is_set():
             self.begun.set()
-            time.sleep(0.2)
+            assert self.may_end.wait(60)
             if self._fails:
                 raise RuntimeError("planted failure")
         return super().launch(plan)
@@ -91,15 +91,26 @@ class _SlowEnd(FakeRunner):
 
 @pytest.mark.parametrize("fails", [True, False])
 def test_who_waits_for_a_flush_hears_of_the_end_at_once(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "FLUSH_TIMEOUT_S", 3.0)
+    monkeypatch.setattr(native, "FLUSH_TIMEOUT_S", PATIENCE_S)
     runner = _SlowEnd(fails)
     config = WorkerConfig(model="fake", arena_bytes=1 << 20, max_model_len=8192)
     engine = NativeEngine(config, lambda _: runner)
     engine.submit(GenerateRequest("r", (1, 2, 3)))
-    runner.begun.wait(5)
-    closing = threading.Timer(0.05, engine.close)
-    if not fails:
-        closing.start()
+    assert runner.begun.wait(60)
+
+    def end_it() -> None:
+        eventually(lambda: engine._flushes)
+        closing = threading.Thread(target=engine.close)
+        if not fails:
+            closing.start()
+            eventually(lambda: engine._closed)
+        runner.may_end.set()
+        if not fails:
+            closing.join()
+
+    ending = threading.Thread(target=end_it)
+    ending.start()
     with pytest.raises(EngineDead, match="planted failure" if fails else "closed"):
         engine.flush_prefix_cache()
+    ending.join()
     engine.close()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.eventually import ends
 from worker.api import FinishReason, TokenEvent
 from worker.engines.streams import EventStreams
 
@@ -49,7 +50,7 @@ def test_a_waiting_reader_is_woken_from_another_thread() -> None:
         assert not first.done()
         thread = threading.Thread(target=lambda: [streams.put(token(n, last=n == 49)) for n in range(50)])
         thread.start()
-        tokens = list((await asyncio.wait_for(first, 5)).token_ids)
+        tokens = list((await ends(first)).token_ids)
         async for event in reader:
             tokens += event.token_ids
         thread.join()
@@ -206,6 +207,6 @@ def test_a_reader_may_wait_after_it_has_polled() -> None:
         waiting = asyncio.ensure_future(anext(reader))
         await asyncio.sleep(0)
         streams.put(token(0, last=True))
-        return await asyncio.wait_for(waiting, 5)
+        return await ends(waiting)
 
     assert asyncio.run(read()) == token(0, last=True)

@@ -30,7 +30,9 @@ setup: $(READY) $(WEIGHTS)  ## make .venv from the lock file, restore the demo m
 serve: $(READY) $(WEIGHTS)  ## serve the demo model on 127.0.0.1:8000 (MODEL=folder NAME=name SERVE_ARGS="engine=... replicas=...")
 	RAY_USAGE_STATS_ENABLED=0 $(RUN)/serve run serve_app:app model=$(MODEL) served_name=$(NAME) $(SERVE_ARGS)
 
-test: $(READY) $(WEIGHTS) lint test-unit test-ray test-faults  ## everything that needs no GPU
+# Ray's tests mostly wait, and go first where both could run; the others take what is left of the processors.
+test: $(READY) $(WEIGHTS) lint test-unit  ## everything that needs no GPU
+	$(MAKE) --jobs 2 --output-sync=recurse --no-print-directory test-ray test-faults
 
 lint: $(READY)  ## ruff, mypy, import contracts
 	$(RUN)/ruff check .
@@ -42,10 +44,10 @@ test-unit: $(READY) $(WEIGHTS)  ## tests without Ray and GPU, two at a time
 	$(PYTEST) -n 2 --dist loadfile --durations 15 -m "not ray and not gpu and not soak"
 
 test-ray: $(READY) $(WEIGHTS)  ## tests against real Ray Serve, one shared cluster
-	$(PYTEST) --durations 15 -m "ray and not gpu and not soak"
+	$(PYTEST) --durations 15 --timeout 500 -m "ray and not gpu and not soak"
 
 test-faults: $(READY) $(WEIGHTS)  ## plant known faults one at a time; the suite must fail under each
-	$(TEST_ENV) $(RUN)/python -m tests.faults
+	$(TEST_ENV) nice $(RUN)/python -m tests.faults
 
 test-gpu: $(WEIGHTS)  ## what needs a CUDA device, with the machine's own torch; says how closely families and backends agree
 	HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(PYTHON) -m pytest -q -n 8 --durations 15 -m "gpu and not soak" \

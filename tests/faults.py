@@ -124,6 +124,8 @@ def _run_planted(fault: Fault, log: Path) -> int:
     sys.meta_path.insert(0, _EditedFinder(fault, path))
     # Plugins that are found by themselves are left out: importing them took a third of a child's time.
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    # What a fault keeps from coming true is not waited for as long as a busy machine may need for it.
+    os.environ["TEST_PATIENCE_S"] = "6"
     plugins = ["-p", "pytest_timeout", "-p", "_hypothesis_pytestplugin", "-p", "no:cacheprovider"]
     arguments = ["-x", "-q", *plugins, "--timeout", "60", *fault.tests]
     return int(pytest.main(arguments))

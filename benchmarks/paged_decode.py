@@ -10,147 +10,66 @@ engine. A case is called ``<format>.k<K>.<routing>.b<batch>``.
 The limit of a step uses this run's misses by layer, the measured time to bring n experts, and the measured step of an
 engine whose experts are all resident, under the same routing: no decision, no stamps, constant addresses. Beside it
 the old ways with as many bytes of the device: every layer streamed each pass, and whole layers kept or streamed.
+
+With ``--json`` the file is written anew behind every case, so that a run that is cut keeps what it has; ``--onto`` an
+earlier run's file adds to that one's cases, and ``--cases-only`` leaves out what is no case of the table.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
-import torch
+import numpy as np
 
 from benchmarks.gpu_engine import copy_bytes_per_s, generate, random_prompts
-from benchmarks.limits import LinkCurve, foresight_step_s, in_layer_step_s, share_of_limit
+from benchmarks.limits import LinkCurve
+from benchmarks.paging.attainable import Machine, least_step_s, need_of, sharing_note
+from benchmarks.paging.cases import (
+    COLUMNS,
+    WARM_STEPS,
+    Measured,
+    Plan,
+    Row,
+    all_hit_ratio,
+    case_row,
+    cases,
+    say,
+    trace_of,
+)
 from benchmarks.paging.engines import PROMPT_TOKENS, SPARE_ARENA_BYTES, Bench, open_bench
 from benchmarks.paging.link import link_curve
 from benchmarks.paging.loading import watched_memory
+from benchmarks.paging.publishing import report, same_table, write
 from benchmarks.paging.routing import CALIBRATED, DOMAINS, RANDOM, Trace, make_trace
-from benchmarks.report import Conditions, Report, Value, publish, report_parser
+from benchmarks.report import Conditions, publish, report_parser
 from benchmarks.routing_traces import RoutingModel
 from benchmarks.shapes import DEMO, cut_folder, shape_geometry
 from memory.device.residency import Lane
 from worker.advise.formats import find_format
 
-TIMED_STEPS = {1: 24, 4: 10, 16: 5, 64: 3}
-"""By batch: long steps need fewer."""
-WARM_STEPS = {1: 48, 4: 16, 16: 6, 64: 2}
-"""Of calibrated routing, so that the places hold what it uses; random routing has nothing to learn."""
-TRACE_LENGTHS = {1: 192, 4: 128, 16: 48, 64: 24}
-"""Steps until a trace repeats itself."""
-FILLING_STEPS = 8
+FILLING_STEPS, FILLING_RUNS = 8, 4
+LEARNING_STEPS = 40
+"""Of several domains, ahead of comparing a set that goes on learning with one that stands still."""
 SCAN_TOKENS, SCAN_DECODED = 32768, 100
 SCAN_ARENA_BYTES = 4 << 30
 OLD_WAYS_STEPS = 3
 COMPARED_PLACES = 40
 """K at which the old ways are compared, and prefill is."""
 CROWDED_PLACES, ROOMY_PLACES = 24, 92
-COLUMNS = (
-    "case", "tokens_per_s", "hit_rate", "bytes_per_step", "link_busy", "share", "share_perfect", "step_ms",
-    "limit_ms", "resident_ms", "evictions",
-)  # fmt: skip
-Row = dict[str, Value]
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What is measured. ``quick``: tiny models on a CPU, few steps."""
-
-    places: tuple[int, ...]
-    batches: tuple[int, ...]
-    routings: tuple[str, ...]
-    settings: Mapping[str, object]
-    memory_rate: float
-    scan_tokens: int = SCAN_TOKENS
-    on_gpu: bool = True
-
-    def timed(self, batch: int) -> int:
-        """Steps of a case that are timed."""
-        return TIMED_STEPS.get(batch, 8) if self.on_gpu else 10
-
-    def warm(self, routing: str, batch: int) -> int:
-        """Steps ahead of them."""
-        return 2 if routing == RANDOM else WARM_STEPS.get(batch, 8) if self.on_gpu else 10
-
-
-@cache
-def trace_of(routing: str, model: RoutingModel, batch: int) -> Trace:
-    """The trace of a case, the same at every K and for the resident engine."""
-    return make_trace(routing, model, batch, TRACE_LENGTHS.get(batch, 48), seed=batch)
-
-
-@dataclass
-class Measured:
-    """What one format's engines were found to do."""
-
-    format: str
-    plan: Plan
-    rows: list[Row] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    resident_s: dict[tuple[str, int], float] = field(default_factory=dict)
-    summary: Row = field(default_factory=dict)
-
-    def rate(self, case: str) -> float | None:
-        """Tokens per second of a case of this format, None where it was not measured."""
-        for row in self.rows:
-            if row["case"] == f"{self.format}.{case}":
-                value = row["tokens_per_s"]
-                return float(value) if isinstance(value, float) else None
-        return None
-
-    def ratio(self, left: str, right: str) -> float | None:
-        """Between two cases' tokens per second."""
-        above, below = self.rate(left), self.rate(right)
-        return above / below if above and below else None
-
-
-def all_hit_ratio(rows: Sequence[Row]) -> float:
-    """The worst of the cases in which nothing was missed: its step over the resident engine's."""
-    ratios = [
-        float(row["step_ms"] or 0) / float(row["resident_ms"] or 1) for row in rows if row["hit_rate"] == 1.0
-    ]
-    return max(ratios, default=0.0)
-
-
-def case_row(
-    label: str, streams: int, step_s: float, counts: torch.Tensor, size: int, resident_s: float, curve: LinkCurve,
-    memory_rate: float,
-) -> Row:  # fmt: skip
-    """One row of the table; ``counts`` [lanes, layers] a step, ``size`` of a block."""
-    hits = counts[Lane.HIT]
-    misses = counts[Lane.TEE] + counts[Lane.IN_PLACE]
-    miss_bytes = float(misses.sum()) * size
-    per_layer = [(float(n), float(h) * size / memory_rate) for n, h in zip(misses, hits, strict=True)]
-    limit_s = in_layer_step_s(resident_s, per_layer, curve)
-    most = max(count for count, _ in curve.points)
-    rate = most * size / curve.seconds(most)
-    values = (
-        label, streams / step_s, float(hits.sum() / (hits + misses).sum().clamp_min(1e-9)), miss_bytes,
-        miss_bytes / rate / step_s, share_of_limit(limit_s, step_s),
-        share_of_limit(foresight_step_s(resident_s, miss_bytes, rate), step_s), 1e3 * step_s, 1e3 * limit_s,
-        1e3 * resident_s, float(counts[Lane.EVICTED].sum()),
-    )  # fmt: skip
-    return dict(zip(COLUMNS, values, strict=True))
-
-
-def say(row: Row) -> None:
-    """A row as soon as it is known."""
-    shown = {name: round(value, 4) for name, value in row.items() if isinstance(value, float)}
-    print(f"{time.perf_counter():.1f} {row['case']} {shown}", flush=True)
-
-
-def cases(plan: Plan) -> Iterator[tuple[str, int]]:
-    """(routing, batch) of every case of a K."""
-    return ((routing, batch) for routing in plan.routings for batch in plan.batches)
 
 
 def measure_resident(found: Measured, bench: Bench) -> None:
     """Steps with all experts at constant addresses."""
     plan = found.plan
-    for routing, batch in (*cases(plan), *([(DOMAINS, 4)] if 4 in plan.batches else [])):
+    every = [*cases(plan), *([(DOMAINS, 4)] if 4 in plan.batches else [])]
+    routing, batch = every[0]
+    bench.run(trace_of(routing, bench.model, batch), plan.timed(batch))  # an engine's first steps are slower
+    for routing, batch in every:
         trace = trace_of(routing, bench.model, batch)
         found.resident_s[routing, batch], _ = bench.run(trace, max(24, plan.timed(batch)), 4)
     found.notes.append(
@@ -162,11 +81,12 @@ def measure_resident(found: Measured, bench: Bench) -> None:
 
 
 def measure_case(
-    found: Measured, bench: Bench, curve: LinkCurve, places: int, routing: str, batch: int, name: str = ""
-) -> None:
-    """One case; ``name`` stands in for the routing's."""
+    found: Measured, bench: Bench, curve: LinkCurve, places: int, routing: str, batch: int, name: str = "",
+    trace: Trace | None = None,
+) -> None:  # fmt: skip
+    """One case; ``name`` stands in for the routing's, ``trace`` for its trace."""
     plan = found.plan
-    trace = trace_of(routing, bench.model, batch)
+    trace = trace_of(routing, bench.model, batch) if trace is None else trace
     step_s, counts = bench.run(trace, plan.timed(batch), plan.warm(routing, batch))
     if name:  # nothing stamps: what is found in place counts as a prefill's
         counts[Lane.HIT], counts[Lane.IN_PLACE] = counts[Lane.PREFILL_HIT], counts[Lane.PREFILL_IN_PLACE]
@@ -194,12 +114,22 @@ def in_place_only(bench: Bench, on: bool) -> None:
 
 
 def measure_domains(found: Measured, bench: Bench, curve: LinkCurve, places: int) -> None:
-    """Four streams of four domains, and where places are scarce the same with a set that stands still."""
-    measure_case(found, bench, curve, places, DOMAINS, 4)
-    if places == CROWDED_PLACES:
-        in_place_only(bench, on=True)
-        measure_case(found, bench, curve, places, DOMAINS, 4, "in_place")
-        in_place_only(bench, on=False)
+    """Four streams of four domains, and where places are scarce the same with a set that stands still: both from the
+    set, and the uses, that the same steps before have left, and over the same steps, which neither has seen."""
+    if places != CROWDED_PLACES:
+        measure_case(found, bench, curve, places, DOMAINS, 4)
+        return
+    trace = trace_of(DOMAINS, bench.model, 4)
+    learning = LEARNING_STEPS if found.plan.on_gpu else 30
+    bench.run(trace, learning)
+    later = np.roll(trace, -learning, axis=0)
+    uses = bench.pager.residency.tables()["uses"]
+    learnt = uses.clone()
+    in_place_only(bench, on=True)
+    measure_case(found, bench, curve, places, DOMAINS, 4, "in_place", later)
+    in_place_only(bench, on=False)
+    uses.copy_(learnt)
+    measure_case(found, bench, curve, places, DOMAINS, 4, trace=later)
 
 
 def measure_scan(found: Measured, bench: Bench) -> None:
@@ -226,7 +156,7 @@ def measure_scan(found: Measured, bench: Bench) -> None:
 def measure_old_ways(found: Measured, bench: Bench, places: int) -> None:
     """The two ways of offloading by layers, with as many bytes of experts on the device as ``places`` a layer hold."""
     assert bench.stream is not None
-    ours = found.rate(f"k{places}.{CALIBRATED}.b1")
+    ours = found.value(f"k{places}.{CALIBRATED}.b1")
     trace = trace_of(CALIBRATED, bench.model, 1)
     graphs = bench.runner.graphs
     assert graphs is not None
@@ -254,8 +184,19 @@ def measure_old_ways(found: Measured, bench: Bench, places: int) -> None:
             found.summary[figure] = ours * step_s
 
 
-def measure_paged(found: Measured, bench: Bench, is_first: bool) -> None:
-    """All cases of an engine with paged experts, K from all experts downwards."""
+def fill_places(found: Measured, bench: Bench) -> None:
+    """Runs steps until every expert has a place."""
+    trace = trace_of(RANDOM, bench.model, max(found.plan.batches))
+    for _ in range(FILLING_RUNS):
+        bench.run(trace, FILLING_STEPS)
+        if bool(bench.pager.residency.resident.all()):
+            return
+    missing = int((~bench.pager.residency.resident).sum())
+    found.notes.append(f"{found.format}: {missing} experts found no place: no case is all hits")
+
+
+def measure_paged(found: Measured, bench: Bench, besides: bool, keep: Callable[[], None]) -> None:
+    """All cases of an engine with paged experts, K from all experts downwards; ``keep`` is called behind each."""
     plan, every = found.plan, bench.engine.model.num_experts
     curve = link_curve(bench.pager.host, bench.pager.residency.owner.device)
     size = bench.pager.host.block_bytes[0]
@@ -264,17 +205,17 @@ def measure_paged(found: Measured, bench: Bench, is_first: bool) -> None:
         f" {bench.pager.lanes.line()}; "
         + ", ".join(f"{n:.0f} experts at {n * size / s / 1e9:.1f} GB/s" for n, s in curve.points)
     )
-    most = max(plan.batches)
     bench.set_places(every)
-    bench.run(trace_of(RANDOM, bench.model, most), FILLING_STEPS)  # every expert finds a place
+    fill_places(found, bench)
     eager = bench.eager_steps()
     for places in (every, *sorted(plan.places, reverse=True)):
         bench.set_places(places)
         for routing, batch in cases(plan):
             measure_case(found, bench, curve, places, routing, batch)
-        if is_first and 4 in plan.batches and places in (CROWDED_PLACES, ROOMY_PLACES):
+            keep()
+        if besides and 4 in plan.batches and places in (CROWDED_PLACES, ROOMY_PLACES):
             measure_domains(found, bench, curve, places)
-        if is_first and places == COMPARED_PLACES and CALIBRATED in plan.routings:
+        if besides and places == COMPARED_PLACES and CALIBRATED in plan.routings:
             measure_scan(found, bench)
             eager_before = bench.eager_steps()
             if plan.on_gpu:
@@ -282,6 +223,30 @@ def measure_paged(found: Measured, bench: Bench, is_first: bool) -> None:
             eager += bench.eager_steps() - eager_before
     found.summary["graph.eager_decode_steps"] = bench.eager_steps() - eager
     bench.pager.raise_if_corrupt()
+    if besides:
+        state_attainable(found, bench.model, Machine(size, curve, plan.memory_rate))
+
+
+def state_attainable(found: Measured, model: RoutingModel, machine: Machine) -> None:
+    """What four streams of one domain can be worth beside one where places are scarce: at the limits of the steps that
+    both took, and if both missed no more than Belady would under this routing."""
+    case, places = f"k{CROWDED_PLACES}.{CALIBRATED}", CROWDED_PLACES
+    ours = [found.value(f"{case}.b{batch}", "limit_ms") for batch in (1, 4)]
+    if ours[0] is None or ours[1] is None:
+        return
+    traces = [
+        trace_of(routing, model, batch) for routing, batch in ((CALIBRATED, 1), (CALIBRATED, 4), (DOMAINS, 4))
+    ]
+    one, four, apart = (need_of(trace, model, places) for trace in traces)
+    best = [
+        least_step_s(need, model.num_layers, found.resident_s[CALIBRATED, batch], machine)
+        for need, batch in ((one, 1), (four, 4))
+    ]
+    found.summary |= {
+        "one_domain_k24_limit": 4 * ours[0] / ours[1],
+        "one_domain_k24_belady_limit": 4 * best[0] / best[1],
+    }
+    found.notes.append(f"{found.format}: {sharing_note(one, four, apart, model)}")
 
 
 def settings_for(plan: Plan, expert_bytes: int, scans: bool) -> dict[str, object]:
@@ -294,9 +259,12 @@ def settings_for(plan: Plan, expert_bytes: int, scans: bool) -> dict[str, object
     }
 
 
-def measure_format(found: Measured, model: str, layers: int, is_first: bool) -> None:
+def measure_format(
+    found: Measured, model: str, layers: int, is_first: bool, keep: Callable[[], None]
+) -> None:
     """All rows of a weight format: one engine with resident experts, one with paged ones."""
     format, plan = found.format, found.plan
+    besides = is_first and plan.besides
     folder = cut_folder(model, format, layers)
     resident = {**settings_for(plan, 0, scans=False), "host_store": "private"}
     bench = open_bench(folder, "resident", plan.batches, resident)
@@ -305,11 +273,11 @@ def measure_format(found: Measured, model: str, layers: int, is_first: bool) -> 
     del bench
     # Every expert has a place, and some more: bands of KV take what lies at the ends.
     expert_bytes = int(1.03 * shape_geometry(folder).all_experts_bytes(find_format(format)))
-    settings = settings_for(plan, expert_bytes, scans=is_first)
+    settings = settings_for(plan, expert_bytes, scans=besides)
     with watched_memory() as memory:
         bench = open_bench(folder, "paged", plan.batches, settings)
     host = bench.pager.host
-    if is_first:
+    if besides:
         found.summary |= {
             "load.peak_host_ratio": memory.grown_bytes / host.num_bytes,
             "load.start_s": bench.started_s,
@@ -319,32 +287,26 @@ def measure_format(found: Measured, model: str, layers: int, is_first: bool) -> 
         f"{format}: {host.num_bytes / 1e9:.2f} GB of experts; laid out and pinned in {host.pinning_s:.1f} s; host"
         f" memory grew by {memory.grown_bytes / 1e9:.2f} GB at most"
     )
-    measure_paged(found, bench, is_first)
-    if is_first and plan.settings.get("host_store") == "shared":
+    measure_paged(found, bench, besides, keep)
+    found.summary["all_hit_over_resident"] = all_hit_ratio(found.rows)
+    if besides:
+        state_ratios(found)
+    keep()
+    if besides and plan.settings.get("host_store") == "shared":
         small = {**settings_for(plan, 0, scans=False), "max_running": 1}
         second = open_bench(folder, "paged", (1,), small)
         found.summary["load.second_replica_s"] = second.started_s
         second.close()
     bench.close()
+
+
+def state_ratios(found: Measured) -> None:
+    """Several streams beside one, and beside a set that stands still."""
     found.summary |= {
-        "all_hit_over_resident": all_hit_ratio(found.rows),
         "one_domain_k24_over_one_stream": found.ratio("k24.calibrated.b4", "k24.calibrated.b1"),
         "four_domains_k92_over_one_stream": found.ratio("k92.domains.b4", "k92.calibrated.b1"),
         "four_domains_k24_over_in_place": found.ratio("k24.domains.b4", "k24.in_place.b4"),
     }
-
-
-def report(all_found: Sequence[Measured], conditions: Conditions) -> Report:
-    """One table: every case, and a row of what was found besides, of the first format."""
-    summary: Row = {"case": "all", **all_found[0].summary}
-    eager = [found.summary.get("graph.eager_decode_steps") for found in all_found]
-    summary["graph.eager_decode_steps"] = sum(value for value in eager if isinstance(value, float))
-    columns = (*COLUMNS, *(name for name in summary if name not in COLUMNS))
-    rows = [*(row for found in all_found for row in found.rows), summary]
-    filled = tuple({name: row.get(name) for name in columns} for row in rows)
-    return Report(
-        "paged_decode", conditions, filled, tuple(note for found in all_found for note in found.notes)
-    )
 
 
 def conditions_of(options: argparse.Namespace) -> Conditions:
@@ -373,6 +335,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--scan-tokens", type=int, default=SCAN_TOKENS)
     parser.add_argument("--host-store", default="private", choices=["private", "shared"])
     parser.add_argument("--device", default="cuda")
+    parser.add_argument(
+        "--cases-only", action="store_true", help="no domains, scan, old ways, second replica"
+    )
+    parser.add_argument("--onto", type=Path, help="an earlier run's --json file, whose other cases are kept")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING)
     on_gpu = options.device != "cpu"
@@ -385,17 +351,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     plan = Plan(
         tuple(options.places), tuple(options.batches), tuple(options.routings), settings,
-        copy_bytes_per_s() if on_gpu else 10e9, options.scan_tokens, on_gpu,
+        copy_bytes_per_s() if on_gpu else 10e9, options.scan_tokens, on_gpu, not options.cases_only,
     )  # fmt: skip
     found: list[Measured] = []
+    conditions = conditions_of(options)
+    if options.onto is not None:
+        same_table(json.loads(options.onto.read_text())["conditions"], conditions)
+
+    def keep() -> None:
+        write(report(found, conditions), options.json, options.onto)
+
     try:
         for number, format in enumerate(options.formats):
             found.append(Measured(format, plan))
-            measure_format(found[-1], options.model, options.layers, is_first=number == 0)
+            measure_format(found[-1], options.model, options.layers, number == 0, keep)
     except KeyboardInterrupt:
         found[-1].notes.append("interrupted: cases are missing")
     found[0].notes.insert(0, f"memory: {plan.memory_rate / 1e12:.2f} TB/s read and written")
-    publish(report(found, conditions_of(options)), options.json)
+    publish(report(found, conditions), None)
+    keep()
 
 
 if __name__ == "__main__":

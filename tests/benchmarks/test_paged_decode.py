@@ -11,7 +11,11 @@ import torch
 
 from benchmarks import paged_decode
 from benchmarks.limits import LinkCurve
+from benchmarks.paging.attainable import Machine, least_step_s, need_of
+from benchmarks.paging.cases import COLUMNS, Measured, Plan, case_row
+from benchmarks.paging.publishing import report, write
 from benchmarks.paging.routing import CALIBRATED, DOMAINS, RANDOM, TRACE_STEPS, Routing, make_trace
+from benchmarks.report import Conditions, Report
 from benchmarks.routing_traces import PUBLISHED, RoutingModel, layer_lru_hits
 from memory.device.residency import Lane
 
@@ -51,7 +55,7 @@ def test_a_row_is_measured_against_the_resident_step_and_the_link() -> None:
     counts[Lane.HIT] = torch.tensor([6.0, 8.0])
     counts[Lane.TEE], counts[Lane.IN_PLACE] = torch.tensor([1.0, 0.0]), torch.tensor([1.0, 0.0])
     curve = LinkCurve(((1.0, 1e-3), (2.0, 1.5e-3)))
-    row = paged_decode.case_row("x", 4, 5e-3, counts, 1000, 2e-3, curve, memory_rate=60e6)
+    row = case_row("x", 4, 5e-3, counts, 1000, 2e-3, curve, memory_rate=60e6)
     assert row["hit_rate"] == pytest.approx(14 / 16)
     assert row["bytes_per_step"] == 2000
     assert row["tokens_per_s"] == pytest.approx(800)
@@ -78,4 +82,44 @@ def test_a_small_run_on_the_demonstration_model(tmp_path: Path, monkeypatch: pyt
         figures["all_hit_over_resident"]
         >= figures["bf16.k32.calibrated.b4.step_ms"] / figures["bf16.k32.calibrated.b4.resident_ms"]
     )
+    assert figures["bf16.k20.domains.b4.hit_rate"] > 0.9 * figures["bf16.k20.in_place.b4.hit_rate"] > 0.2
+    again = ["--model", "demo", "--formats", "bf16", "--device", "cpu", "--places", "24", "--batches", "1",
+             "--routings", "calibrated", "--cases-only", "--json", str(tmp_path / "both.json")]  # fmt: skip
+    with pytest.raises(ValueError, match="another batch"):
+        paged_decode.main([*again, "--onto", str(out)])
     assert abs(figures["scan.hit_rate_after"] - figures["scan.hit_rate_before"]) < 0.2
+
+
+def test_a_cut_run_keeps_what_it_has_and_two_runs_are_one_table(tmp_path: Path) -> None:
+    def one(format: str, places: int, worst: float) -> Report:
+        found = Measured(format, Plan((places,), (1,), (CALIBRATED,), {}, 1e9))
+        row = dict.fromkeys(COLUMNS, 1.0)
+        found.rows.append({**row, "case": f"{format}.k{places}.calibrated.b1"})
+        found.summary |= {"graph.eager_decode_steps": 2.0, "all_hit_over_resident": worst}
+        if format == "fp8":
+            found.summary["scan.hit_rate_before"] = 0.5
+        conditions = Conditions("shape", "random", "ids", "warm", "1", "2", f"K = {places}", commit=format)
+        return report([found], conditions)
+
+    first, both = tmp_path / "first.json", tmp_path / "both.json"
+    write(one("fp8", 24, 1.03), first)
+    write(one("int4", 24, 1.02), both, first)
+    write(one("int4", 40, 1.01), both, first)  # behind the next case; the earlier run is counted once
+    written = json.loads(both.read_text())
+    assert {"fp8.k24.calibrated.b1.share", "int4.k40.calibrated.b1.share"} <= written["figures"].keys()
+    assert written["figures"]["graph.eager_decode_steps"] == 4
+    assert written["figures"]["all_hit_over_resident"] == 1.03
+    assert written["figures"]["scan.hit_rate_before"] == 0.5
+    assert any("commit fp8" in note for note in written["notes"])
+
+
+def test_what_streams_can_share_is_counted_on_the_trace() -> None:
+    """Two experts that every stream takes in every step, and two of each stream's own that never come again."""
+    model = RoutingModel(num_layers=2, num_experts=64, per_token=4)
+    fresh = np.arange(8 * 2 * 2).reshape(8, 1, 2, 2).repeat(2, 1) + 2
+    trace = np.concatenate([np.broadcast_to([0, 1], fresh.shape), fresh], -1)
+    need = need_of(trace, model, 3)
+    assert (need.distinct, need.misses) == (6, 4)
+    machine = Machine(1000, LinkCurve(((1.0, 1e-3), (8.0, 8e-3))), memory_rate=1e6)
+    # Four misses take 4 ms a layer, of which two hits at 1 GB/s cover 2.
+    assert least_step_s(need, 2, 3e-3, machine) == pytest.approx(3e-3 + 2 * 2e-3)

@@ -174,6 +174,13 @@ FAULTS = [
         tests=(f"{STAGED}::test_the_link_works_while_layers_are_computed",),
     ),
     Fault(
+        "rescue: compiled when the first places are taken",
+        "worker.experts.pager",
+        old="        self._rescuer.apply([block.to(device) for block in encode_places([PlaceRange(0, 0)], ())])\n",
+        new="",
+        tests=(f"{STAGED}::test_the_kernels_of_a_first_ban_are_ready_before_anybody_waits",),
+    ),
+    Fault(
         "passes: a long prompt's passes take longer and longer",
         "worker.scheduling.limits",
         old="first = 1.0 + num_computed / self.equal_context",

@@ -113,6 +113,9 @@ class ExpertPager:
             self.options.checked_places,
         )
         self._measure_lanes(grid)
+        # Nothing is banned or rescued by this, but its kernels are compiled and loaded: the first that takes places
+        # would else have every stream wait for that.
+        self._rescuer.apply([block.to(device) for block in encode_places([PlaceRange(0, 0)], ())])
 
     def _measure_lanes(self, grid: torch.Tensor) -> None:
         """Once, over the first arena that is large enough; nothing lies there yet."""

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from memory.device.residency import Lane
+from memory.device.rescue import Rescuer
+from memory.device.residency import BANNED, Lane
 from tests.helpers.fake_runner import full_spec, window_spec
 from tests.helpers.paging import replay_steps, same_results
 from tests.helpers.quantized import converted_folder
@@ -312,3 +313,19 @@ def test_steps_bring_whole_prompts_in_graphs_where_there_are_no_passes(
     runner.attach_memory(runner.page_specs, ARENA)
     sizes = {tokens for _, tokens, _ in runner._mixed_graphs().keys}
     assert max(sizes) == captured >= MIXED_TOKENS
+
+
+def test_the_kernels_of_a_first_ban_are_ready_before_anybody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    rescued: list[int] = []
+    real = Rescuer._rescue
+    monkeypatch.setattr(
+        Rescuer,
+        "_rescue",
+        lambda rescuer, dropped: (rescued.append(int((dropped >= 0).sum())), real(rescuer, dropped)),
+    )
+    runner = ModelRunner(settings())
+    runner.attach_memory(runner.page_specs, ARENA)
+    assert rescued == [0], "compiled when places are taken, while streams wait"
+    assert runner.pager is not None
+    assert bool((runner.pager.residency.owner == BANNED).all())
+    assert int(runner.pager.residency.counts.sum()) == 0

@@ -48,7 +48,9 @@ FAULTS = [
         "worker.execution.graphs",
         "[*self.keys[:1], *most.values()]",
         "self.keys[:1]",
-        (f"{_SIZED}::test_graphs_that_measure_memory_are_the_roomiest_of_each_backend",),
+        (
+            "tests/worker/execution/test_graph_keys.py::test_graphs_that_measure_memory_are_the_roomiest_of_each_backend",
+        ),
     ),
     Fault(
         "a measured step finds its keys in the cache",

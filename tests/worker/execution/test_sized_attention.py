@@ -1,4 +1,4 @@
-"""Decode steps compute attention by the backend of their size, steps with chunks by the other one; room for both."""
+"""Decode steps compute attention by the backend of their size, steps with chunks by the other one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 
 from tests.helpers.plans import PlanDriver
 from tests.helpers.tiny import tiny_folder
-from tests.worker.models.test_families import random_prompt
 from worker.api import SamplingParams
 from worker.attention import BACKENDS
 from worker.attention.base import AttentionBackend, AttentionPlan, AttentionShape, PagedGeometry
@@ -20,7 +19,6 @@ from worker.attention.decode_times import DecodeGroup
 from worker.attention.sized import SizedAttention
 from worker.config import WorkerConfig
 from worker.execution import runner as runner_module
-from worker.execution.graphs import DecodeGraphs
 from worker.execution.runner import ModelRunner
 
 SAMPLING = SamplingParams(max_tokens=64, temperature=0.0, logprobs=2)
@@ -69,7 +67,9 @@ def test_a_runner_hands_decode_steps_to_the_backend_of_their_size(monkeypatch: p
         driver = PlanDriver(runner, arena_bytes=1 << 24)
         if sized:
             runner.graphs = runner._decode_graphs()
-        requests = [driver.add(random_prompt(random.Random(n), n), SAMPLING) for n in (5, 20, 33, 40)]
+        requests = [
+            driver.add(random.Random(n).choices(range(1, 90), k=n), SAMPLING) for n in (5, 20, 33, 40)
+        ]
         driver.step({request: len(driver.rows[request].tokens) for request in requests})
         for count in (4, 2, 1, 4):
             driver.step(dict.fromkeys(requests[:count], 1))
@@ -84,14 +84,3 @@ def test_a_runner_hands_decode_steps_to_the_backend_of_their_size(monkeypatch: p
     # Two groups each; the step with chunks has the backend of neither.
     assert (few.rows, many.rows) == ([2, 2, 1, 1], [4] * 4)
     assert answers[0] == answers[1]
-
-
-def test_graphs_that_measure_memory_are_the_roomiest_of_each_backend() -> None:
-    class Steps:
-        def attention_names(self, rows: int, bound: int) -> tuple[str, ...]:
-            return ("few",) if rows <= 4 or (rows <= 16 and bound == 4096) else ("many",)
-
-    graphs = DecodeGraphs(Steps(), (1, 4, 16, 64), (4096, 32768))  # type: ignore[arg-type]
-    assert graphs.roomiest_keys == [(64, 32768), (4, 32768)]
-    alone = DecodeGraphs(Steps(), (1, 4), (4096,))  # type: ignore[arg-type]
-    assert alone.roomiest_keys == [(4, 4096)]

@@ -175,15 +175,28 @@ def test_a_row_names_every_policy_and_its_share_of_belady() -> None:
         "belady",
         "lru",
         "lfru",
+        "lfru_by_number",
         "successor",
         "frozen",
         "lfru_of_belady",
         "successor_of_belady",
+        "lfru_net_of_frozen",
         "best_known_of_belady",
         "told_0_of_belady",
         "told_1_of_belady",
         "told_2_of_belady",
+        "lfru_of_best_known",
+        "lfru_of_told_2",
     ]
     for name in ("lru", "lfru", "successor", "frozen"):
         assert 0 < float(row[name] or 0) <= float(row["belady"] or 0)
     assert 0 < float(row["best_known_of_belady"] or 0) < float(row["told_2_of_belady"] or 0) <= 1.0
+
+
+def test_where_places_are_scarce_a_learning_set_is_no_worse_than_one_that_stands_still() -> None:
+    """Four domains ask for more than the places: the set freezes, comes to the most used experts all the same, and what
+    is gained pays for the evictions. Misses in the order of their numbers do not get there."""
+    trace = Trace("crowded", generate(RoutingModel(num_layers=2), (0, 1, 2, 3), 400, 3), 2, 128, (8, 24))
+    for row in rows_of(trace):
+        assert float(row["lfru_net_of_frozen"] or 0) >= 1.0, row["case"]
+        assert float(row["lfru"] or 0) > float(row["lfru_by_number"] or 0), row["case"]

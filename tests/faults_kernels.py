@@ -11,6 +11,8 @@ _ATTENTION = "tests/kernels/test_triton_attention.py"
 _LINEAR = "tests/kernels/test_triton_linear.py"
 _SAMPLING = "tests/kernels/test_triton_sampling.py"
 _WIDE = "tests/kernels/test_triton_experts_wide.py"
+_TILES = "tests/kernels/test_expert_tiles.py"
+_FEW = "tests/kernels/test_triton_experts_few.py"
 _FAMILIES = "tests/worker/models/test_families.py"
 
 FAULTS = [
@@ -80,8 +82,8 @@ FAULTS = [
     Fault(
         "deterministic mode takes wide tiles for many tokens",
         "kernels._triton.experts",
-        "if not (deterministic or tiles) and",
-        "if not tiles and",
+        'if serves["wide"] and not deterministic:',
+        'if serves["wide"]:',
         (f"{_WIDE}::test_launches_with_many_tokens_per_expert_are_wide",),
     ),
     Fault(
@@ -92,5 +94,33 @@ FAULTS = [
         (
             "tests/benchmarks/test_gpu_benchmarks.py::test_tables_name_what_fits_and_what_deterministic_mode_costs",
         ),
+    ),
+    Fault(
+        "tiles of a deterministic launch are those of its number of tokens",
+        "kernels._triton.experts",
+        "if not deterministic and x.dtype is torch.bfloat16:",
+        "if x.dtype is torch.bfloat16:",
+        (f"{_TILES}::test_launches_take_what_is_listed_unless_they_are_deterministic",),
+    ),
+    Fault(
+        "a table's tiles may be larger than shared memory",
+        "kernels._triton.expert_tiles",
+        "if shared > SHARED_BYTES:",
+        "if False:",
+        (f"{_TILES}::test_a_malformed_table_is_refused",),
+    ),
+    Fault(
+        "the last tiles of a walk over rows are nobody's",
+        "kernels._triton.experts_few",
+        "row_tiles = triton.cdiv(width, down.rows * down.tiles)",
+        "row_tiles = max(1, width // (down.rows * down.tiles))",
+        (f"{_FEW}::test_no_tile_changes_a_bit[fp8-96]",),
+    ),
+    Fault(
+        "one token reads missing experts where they were before they were brought",
+        "kernels._triton.experts_single",
+        "behind = table if ahead is None else ahead.table",
+        "behind = table",
+        (f"{_FEW}::test_products_of_one_token[64-192-fp8]",),
     ),
 ]

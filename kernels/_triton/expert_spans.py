@@ -2,7 +2,7 @@
 
 A span is 64 bytes of a row, which four neighbouring threads read, sixteen bytes each. Which columns of the contraction
 a thread multiplies is free as long as the inputs come in the same order; here the order is such that no weight passes
-from one thread to another. The inputs are brought into it once.
+from one thread to another. The inputs are brought into it once, or as they are read.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _four(a, b, c, d):
 
 
 @triton.jit
-def _fp8(words, ROWS: tl.constexpr, ASM: tl.constexpr):
+def _fp8(words, ROWS: tl.constexpr, RUN: tl.constexpr, ASM: tl.constexpr):
     """[ROWS, 64] e4m3 times 2^-120, which is where their bits fall in a bfloat16."""
     if ASM:
         a, b, c, d = tl.inline_asm_elementwise(
@@ -89,7 +89,8 @@ def _fp8(words, ROWS: tl.constexpr, ASM: tl.constexpr):
     else:
         a, b, c, d = _e4m3(words), _e4m3(words >> 8), _e4m3(words >> 16), _e4m3(words >> 24)
     value = tl.reshape(_four(a, b, c, d), [ROWS, 4, 4, 2, 2])
-    return tl.reshape(tl.permute(value, (0, 2, 4, 1, 3)), [ROWS, 64])
+    value = tl.permute(value, (0, 2, 4, 1, 3)) if RUN == 2 else tl.permute(value, (0, 2, 1, 4, 3))
+    return tl.reshape(value, [ROWS, 64])
 
 
 @triton.jit
@@ -98,14 +99,15 @@ def _e4m3(word):
 
 
 @triton.jit
-def _packed(a, b, c, d, e, f, g, h, ROWS: tl.constexpr):
+def _packed(a, b, c, d, e, f, g, h, ROWS: tl.constexpr, RUN: tl.constexpr):
     """Even columns a to d and odd ones e to h of each word to [ROWS, 128]."""
     value = tl.reshape(tl.join(_four(a, b, c, d), _four(e, f, g, h)), [ROWS, 4, 4, 2, 2, 2])
-    return tl.reshape(tl.permute(value, (0, 5, 2, 4, 1, 3)), [ROWS, 128])
+    value = tl.permute(value, (0, 5, 2, 4, 1, 3)) if RUN == 2 else tl.permute(value, (0, 5, 2, 1, 4, 3))
+    return tl.reshape(value, [ROWS, 128])
 
 
 @triton.jit
-def _int4(words, zero, ROWS: tl.constexpr, ASM: tl.constexpr):
+def _int4(words, zero, ROWS: tl.constexpr, RUN: tl.constexpr, ASM: tl.constexpr):
     """[ROWS, 128] whole numbers less ``zero`` (int32, as ``words``)."""
     if ASM:
         a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
@@ -141,11 +143,11 @@ def _int4(words, zero, ROWS: tl.constexpr, ASM: tl.constexpr):
         c, d = ((words >> 8 & 15) - zero).to(tl.float32), ((words >> 24 & 15) - zero).to(tl.float32)
         e, f = ((words >> 4 & 15) - zero).to(tl.float32), ((words >> 20 & 15) - zero).to(tl.float32)
         g, h = ((words >> 12 & 15) - zero).to(tl.float32), ((words >> 28 & 15) - zero).to(tl.float32)
-    return _packed(a, b, c, d, e, f, g, h, ROWS)
+    return _packed(a, b, c, d, e, f, g, h, ROWS, RUN)
 
 
 @triton.jit
-def _mxfp4(words, factor, ROWS: tl.constexpr, ASM: tl.constexpr):
+def _mxfp4(words, factor, ROWS: tl.constexpr, RUN: tl.constexpr, ASM: tl.constexpr):
     """[ROWS, 128] e2m1 times 2^-126 times ``factor``, the bits of a bfloat16 in both halves of an int32."""
     if ASM:
         a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
@@ -189,7 +191,7 @@ def _mxfp4(words, factor, ROWS: tl.constexpr, ASM: tl.constexpr):
         c, d = _e2m1(words >> 8) * scale, _e2m1(words >> 24) * scale
         e, f = _e2m1(words >> 4) * scale, _e2m1(words >> 20) * scale
         g, h = _e2m1(words >> 12) * scale, _e2m1(words >> 28) * scale
-    return _packed(a, b, c, d, e, f, g, h, ROWS)
+    return _packed(a, b, c, d, e, f, g, h, ROWS, RUN)
 
 
 @triton.jit
@@ -201,29 +203,23 @@ def _e2m1(word):
 
 
 @triton.jit
-def weigh_span(
-    acc, words, inputs, span, row_ok, scales, cell_first, zeros, zero_offset, like,
-    KIND: tl.constexpr, GROUP: tl.constexpr, CELLS: tl.constexpr, HAS_ZEROS: tl.constexpr, ASM: tl.constexpr,
-    ROWS: tl.constexpr,
+def span_scales(
+    span, row_ok, scales, cell_first, zeros, zero_offset,
+    KIND: tl.constexpr, GROUP: tl.constexpr, CELLS: tl.constexpr, HAS_ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """acc [ROWS, tokens] += a span's weights, of words [ROWS, 16], times its inputs [64 or 128, tokens] in their order.
-    ``cell_first`` is the first scale of each row, which has CELLS (an even number in MXFP4)."""
+    """What a span's weights are scaled by and lessened by, one each per row: as float32 and int32 for FP8 and INT4; for
+    MXFP4 the four scales' bytes in an int32, twice. ``cell_first`` is the first scale of each row, which has CELLS (an
+    even number in MXFP4); a span behind the last column has none."""
     if KIND == 1:
-        weight = _fp8(words, ROWS, ASM).to(like.dtype.element_ty)
-        part = tl.dot(weight, inputs, input_precision="ieee")
-        # A span behind the last column has no scale.
-        scaled = row_ok & (cell_first * 0 + span * 64 // GROUP < CELLS)
-        scale = scale_cells(scales, cell_first + span * 64 // GROUP, scaled, KIND) * 1.152921504606847e18
-        acc += part * scale[:, None]
+        cell = cell_first + span * 64 // GROUP
+        scale = scale_cells(scales, cell, row_ok & (cell - cell_first < CELLS), KIND)
+        return scale, cell
     elif KIND == 2:
         cell = cell_first + span * 128 // GROUP
-        scaled = row_ok & (cell_first * 0 + span * 128 // GROUP < CELLS)
+        scaled = row_ok & (cell - cell_first < CELLS)
         zero = zero_cells(zeros, zero_offset, cell, scaled, HAS_ZEROS).to(tl.int32)
-        weight = _int4(words, tl.broadcast_to(zero[:, None], words.shape), ROWS, ASM)
-        part = tl.dot(weight.to(like.dtype.element_ty), inputs, input_precision="ieee")
-        acc += part * scale_cells(scales, cell, scaled, KIND)[:, None]
+        return scale_cells(scales, cell, scaled, KIND), zero
     else:
-        # Sixteen bytes are one group: a thread has one scale, and a power of two scales a weight exactly.
         at = scales + cell_first + span * 4
         left = CELLS - span * 4 + cell_first * 0
         if CELLS % 4 == 0:
@@ -232,8 +228,47 @@ def weigh_span(
             low = tl.load(at.to(tl.pointer_type(tl.uint16)), mask=row_ok & (left > 0), other=0)
             high = tl.load((at + 2).to(tl.pointer_type(tl.uint16)), mask=row_ok & (left > 2), other=0)
             four = low.to(tl.int32) | (high.to(tl.int32) << 16)
-        exponent = (four[:, None] >> (tl.arange(0, 16) // 4 * 8)[None, :]) & 0xFF
+        return four, four
+
+
+@triton.jit
+def step_scales(
+    step, row_ok, scales, cell_first, zeros, zero_offset,
+    KIND: tl.constexpr, GROUP: tl.constexpr, CELLS: tl.constexpr, HAS_ZEROS: tl.constexpr, SPANS: tl.constexpr,
+):  # fmt: skip
+    """Scales and zero points, as :func:`span_scales` answers them, of a step's first span and of its last."""
+    first, first_zero = span_scales(
+        SPANS * step, row_ok, scales, cell_first, zeros, zero_offset, KIND, GROUP, CELLS, HAS_ZEROS
+    )
+    if SPANS == 1:
+        return first, first_zero, first, first_zero
+    else:
+        last, last_zero = span_scales(
+            SPANS * step + 1, row_ok, scales, cell_first, zeros, zero_offset, KIND, GROUP, CELLS, HAS_ZEROS
+        )
+        return first, first_zero, last, last_zero
+
+
+@triton.jit
+def weigh_span(
+    acc, words, inputs, scale, zero, like,
+    KIND: tl.constexpr, ASM: tl.constexpr, ROWS: tl.constexpr, RUN: tl.constexpr,
+):  # fmt: skip
+    """acc [ROWS, tokens] += a span's weights, of words [ROWS, 16], times its inputs [64 or 128, tokens] in their order.
+    ``scale`` and ``zero`` are :func:`span_scales`' of the span. RUN: how many neighbours of a step a thread has, two
+    for a warpgroup's tensor core instruction, four for a warp's (so the compiler lays out joined values)."""
+    if KIND == 1:
+        weight = _fp8(words, ROWS, RUN, ASM).to(like.dtype.element_ty)
+        part = tl.dot(weight, inputs, input_precision="ieee")
+        acc += part * (scale * 1.152921504606847e18)[:, None]
+    elif KIND == 2:
+        weight = _int4(words, tl.broadcast_to(zero[:, None], words.shape), ROWS, RUN, ASM)
+        part = tl.dot(weight.to(like.dtype.element_ty), inputs, input_precision="ieee")
+        acc += part * scale[:, None]
+    else:
+        # Sixteen bytes are one group: a thread has one scale, and a power of two scales a weight exactly.
+        exponent = (scale[:, None] >> (tl.arange(0, 16) // 4 * 8)[None, :]) & 0xFF
         factor = (tl.minimum(exponent, 191) + 63) * 0x00800080
-        weight = _mxfp4(words, factor, ROWS, ASM)
+        weight = _mxfp4(words, factor, ROWS, RUN, ASM)
         acc += tl.dot(weight.to(like.dtype.element_ty), inputs, input_precision="ieee") * 8.0
     return acc

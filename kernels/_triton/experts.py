@@ -6,18 +6,32 @@ it read. An address may lie in the arena or in mapped host memory: the arithmeti
 
 Weights are the left operand (rows x columns), tokens the right one, so that a handful of tokens wastes little of the
 tensor cores. Packed weights that lie as is usual take the launches of ``experts_few`` instead, a single token the two
-of ``experts_one`` and many tokens per expert those of ``experts_wide``, unless results must not depend on the number
-of tokens.
+of ``experts_one`` or of ``experts_single`` and many tokens per expert those of ``experts_wide``, unless results must
+not depend on the number of tokens.
 """
 
 from __future__ import annotations
+
+from functools import cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from kernels._reference.experts import DENSE, FP8_BLOCK, FP8_BLOCK_SIZE, INT4, MXFP4, Ahead, BlockFormat
-from kernels._triton import experts_few, experts_one, experts_wide
+from kernels._triton import experts_few, experts_one, experts_single, experts_wide
+from kernels._triton.expert_tiles import (
+    FEW_RULE,
+    FORMATS,
+    ONE_RULE,
+    Case,
+    Tiles,
+    TileTable,
+    general_rule,
+    table_of,
+    wide_rule,
+)
 from kernels._triton.expert_weights import (
     from_e2m1,
     from_fp8,
@@ -27,14 +41,12 @@ from kernels._triton.expert_weights import (
     scale_cells,
     zero_cells,
 )
-from kernels._triton.experts_group import Tiles, combine, copy_small_parts, group_pairs, launch_options
+from kernels._triton.experts_group import combine, copy_small_parts, group_pairs, launch_options
 
 __all__ = ["CLAMPED_SWIGLU", "DENSE", "FP8_BLOCK", "INT4", "MXFP4", "SILU", "BlockFormat", "run_experts"]
 
 SILU, CLAMPED_SWIGLU = 0, 1
-DECODE_TOKENS = 64
-"""Up to so many tokens a launch is bound by reading weights, beyond it by multiplying."""
-FEW_PER_EXPERT = {FP8_BLOCK: 24, INT4: 64, MXFP4: 32}
+FEW_AT_MOST = {FP8_BLOCK: 24, INT4: 64, MXFP4: 32}
 """Tokens that an expert has on average up to which ``experts_few``, which reads weights for sixteen of them at a time,
 was the faster one on an H200."""
 MAX_SHARING = 8
@@ -208,20 +220,6 @@ def _down(
         )
 
 
-def choose_tiles(kind: int, tokens: int, *, is_down: bool, deterministic: bool) -> Tiles:
-    """The tile for a launch: small ones where reading weights is all the time, wide ones where multiplying is. Found by
-    trying all on an H200 with the Qwen3-30B-A3B shape (benchmarks/expert_kernel)."""
-    if deterministic:
-        return Tiles(64, 128, 32, 4, 3)
-    if tokens <= DECODE_TOKENS:
-        if kind == DENSE:
-            return Tiles(64, 128, 16, 4, 3)
-        if kind == FP8_BLOCK:
-            return Tiles(128, 128, 16, 4, 3)
-        return Tiles(64, 128, 16, 4, 3 if kind == INT4 else 5)
-    return Tiles(128, 64, 128, 8, 3) if kind == DENSE else Tiles(64, 128, 64, 4, 3)
-
-
 def columns_of(kind: int, group: int, columns: int) -> tuple[int, int]:
     """(columns of a tile, group the kernel is told): a tile lies within one group, which for dense weights is none."""
     if kind == DENSE:
@@ -263,38 +261,92 @@ def run_experts(
     Returns:
         [tokens, H] in x's dtype; padding rows are zero.
     """
-    tokens, width = x.shape
-    single = tokens == 1 and not deterministic and experts_one.serves(block)
-    beside = ahead is not None and ahead.held is not None
-    if ahead is not None and not single:
-        table, ahead = ahead.table, None
-    if not (deterministic or tiles) and experts_wide.serves(block, tokens, experts.shape[1], len(table)):
-        return experts_wide.run_experts(
-            x, weights, experts, table, block, inner, activation, limit, alpha, tee
-        )
-    most = FEW_PER_EXPERT.get(block.kind, 0) * len(table)
-    few = deterministic or tokens * experts.shape[1] <= most
-    if few and not (single or tiles) and experts_few.serves(x, block, inner):
-        return experts_few.run_experts(
-            x, weights, experts, table, block, inner, activation, limit, alpha, tee, beside=beside
-        )
-    if single:
-        out = experts_one.run_experts(
-            x, weights, experts, table, block, inner, activation, limit, alpha, tee, tiles, ahead
-        )
+    kernel, *chosen = (
+        ("one" if len(x) == 1 and not deterministic and experts_one.serves(block) else "many", *tiles)
+        if tiles
+        else choose(x, experts.shape[1], len(table), block, inner, deterministic=deterministic)
+    )
+    inputs = (x, weights, experts, table, block, inner, activation, limit, alpha, tee)
+    return run_kernel(kernel, (chosen[0], chosen[1]), inputs, ahead)
+
+
+Inputs = tuple[
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    BlockFormat,
+    int,
+    int,
+    float,
+    float,
+    torch.Tensor | None,
+]
+"""Of a launch: :func:`run_experts`' arguments from x to tee."""
+
+
+def run_kernel(
+    kernel: str, tiles: tuple[Any, Any], inputs: Inputs, ahead: Ahead | None = None
+) -> torch.Tensor:
+    """What :func:`run_experts` does once kernel and tiles are chosen."""
+    x, weights, experts, table, block, inner, activation, limit, alpha, tee = inputs
+    if kernel == "single":
+        return experts_single.run_experts(*inputs, tiles, ahead)
+    if kernel == "one":
+        out = experts_one.run_experts(*inputs, tiles, ahead)
     else:
-        out = _run_many(
-            x, weights, experts, table, block, inner, activation, limit, alpha, tee, deterministic, tiles
-        )
+        beside = ahead is not None and ahead.held is not None
+        table = table if ahead is None else ahead.table
+        rest = (x, weights, experts, table, block, inner, activation, limit, alpha, tee, tiles)
+        if kernel == "few":
+            return experts_few.run_experts(*rest, beside)
+        if kernel == "wide":
+            return experts_wide.run_experts(*rest)
+        out = _run_many(*rest)
     if tee is not None:
-        copy_small_parts(table, tee, block, inner, width, x.element_size())
+        copy_small_parts(table, tee, block, inner, x.shape[1], x.element_size())
     return out
+
+
+def choose(
+    x: torch.Tensor, per_token: int, num_experts: int, block: BlockFormat, inner: int, *, deterministic: bool,
+    measured: TileTable | None = None,
+) -> tuple[str, Any, Any]:  # fmt: skip
+    """(kernel, tiles of gate and up, tiles of down) of a launch: what was measured on x's device (``measured`` in place
+    of it), else the rule."""
+    tokens, kind = len(x), block.kind
+    serves = {
+        "one": tokens == 1 and experts_one.serves(block),
+        "single": tokens == 1 and experts_few.serves(x, block, inner),
+        "few": experts_few.serves(x, block, inner),
+        "many": True,
+        "wide": experts_wide.serves(block, tokens, per_token, num_experts),
+    }
+    if not deterministic and x.dtype is torch.bfloat16:
+        if measured is None:
+            measured = table_of(_device_name(x.get_device())) if x.is_cuda else TileTable()
+        case = Case(FORMATS[kind], x.shape[1], inner, block.group if kind == INT4 else 0)
+        entry = measured.find(case, tokens)
+        if entry is not None and serves[entry.kernel]:
+            return entry.kernel, entry.gate_up, entry.down
+    per_expert = tokens * per_token / num_experts
+    if serves["wide"] and not deterministic:
+        return "wide", *wide_rule(x.element_size(), per_expert)
+    if serves["one"] and not deterministic:
+        return "one", *ONE_RULE[kind]
+    if serves["few"] and (deterministic or per_expert <= FEW_AT_MOST[kind]):
+        return "few", *FEW_RULE[kind]
+    return "many", *general_rule(kind, tokens, deterministic=deterministic)
+
+
+@cache
+def _device_name(index: int) -> str:
+    return torch.cuda.get_device_name(index)
 
 
 def _run_many(
     x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, table: torch.Tensor, block: BlockFormat, inner: int,
-    activation: int, limit: float, alpha: float, tee: torch.Tensor | None, deterministic: bool,
-    tiles: tuple[Tiles, Tiles] | None,
+    activation: int, limit: float, alpha: float, tee: torch.Tensor | None, tiles: tuple[Tiles, Tiles],
 ) -> torch.Tensor:  # fmt: skip
     tokens, width = x.shape
     per_token, num_experts = experts.shape[1], table.shape[0]
@@ -303,10 +355,7 @@ def _run_many(
     order, starts, inputs = group_pairs(experts, num_experts, x, split=split)
     hidden = torch.empty(tokens * per_token, inner, dtype=x.dtype, device=x.device)
     partial = torch.empty(tokens * per_token, width, dtype=torch.float32, device=x.device)
-    up, down = tiles or (
-        choose_tiles(block.kind, tokens, is_down=False, deterministic=deterministic),
-        choose_tiles(block.kind, tokens, is_down=True, deterministic=deterministic),
-    )
+    up, down = tiles
     shared = launch_options(x, block, inner, tee)
     copies = table if tee is None else tee
     columns, group = columns_of(block.kind, block.group, up.columns)

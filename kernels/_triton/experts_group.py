@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -69,17 +67,6 @@ def _group(
         tl.store(split + token * split_stride + place, value, mask=column < split_stride)
     if PDL and BESIDE:
         gdc_wait()  # whoever waits for this launch waits for those beside it too
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """A program's tile: output rows, columns of the contraction (or groups of scales, for one token), tokens."""
-
-    rows: int
-    columns: int
-    tokens: int
-    num_warps: int
-    num_stages: int
 
 
 def launch_options(

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels._reference.experts import DENSE, FP8_BLOCK, FP8_BLOCK_SIZE, INT4, MXFP4, Ahead, BlockFormat
+from kernels._reference.experts import FP8_BLOCK_SIZE, INT4, Ahead, BlockFormat
+from kernels._triton.expert_tiles import Tiles
 from kernels._triton.expert_weights import (
     from_e2m1,
     from_fp8_shrunk,
@@ -23,7 +24,7 @@ from kernels._triton.expert_weights import (
     scale_cells,
     zero_cells,
 )
-from kernels._triton.experts_group import Tiles, launch_options
+from kernels._triton.experts_group import launch_options
 
 HALF_WAY: tl.constexpr = tl.constexpr(2.0**60)
 """FP8 weights come times 2^-120. Half of that is made good in the inputs and half in the sum: neither can overflow."""
@@ -245,15 +246,6 @@ def one_down(
     tl.store(out + row, total.to(out.dtype.element_ty), mask=row < WIDTH)
 
 
-ONE_TOKEN_TILES = {
-    DENSE: (Tiles(1, 4, 1, 2, 1), Tiles(1, 2, 1, 2, 1)),
-    FP8_BLOCK: (Tiles(2, 16, 1, 4, 1), Tiles(1, 2, 1, 2, 1)),
-    INT4: (Tiles(8, 2, 1, 2, 1), Tiles(8, 8, 1, 4, 1)),
-    MXFP4: (Tiles(4, 16, 1, 4, 1), Tiles(2, 8, 1, 2, 1)),
-}
-"""For a single token's launches, gate and up first; ``columns`` counts groups of 128, for MXFP4 of 32."""
-
-
 def serves(block: BlockFormat) -> bool:
     """Whether a tile of these kernels lies within whole groups of scales."""
     groups = (block.group, block.down_group or block.group)
@@ -262,12 +254,12 @@ def serves(block: BlockFormat) -> bool:
 
 def run_experts(
     x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, table: torch.Tensor, block: BlockFormat, inner: int,
-    activation: int, limit: float, alpha: float, tee: torch.Tensor | None, tiles: tuple[Tiles, Tiles] | None,
+    activation: int, limit: float, alpha: float, tee: torch.Tensor | None, tiles: tuple[Tiles, Tiles],
     ahead: Ahead | None,
 ) -> torch.Tensor:  # fmt: skip
     """See :func:`kernels._triton.experts.run_experts`; x is [1, H]."""
     width, per_token = x.shape[1], experts.shape[1]
-    up, down = tiles or ONE_TOKEN_TILES[block.kind]
+    up, down = tiles
     groups = [
         g if block.kind >= INT4 else FP8_BLOCK_SIZE for g in (block.group, block.down_group or block.group)
     ]

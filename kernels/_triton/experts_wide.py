@@ -7,14 +7,13 @@ of tokens. A block is read once for each of its matrices, wherever its address p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from triton import knobs
 
 from kernels._reference.experts import DENSE, FP8_BLOCK, FP8_BLOCK_SIZE, INT4, MXFP4, BlockFormat
+from kernels._triton.expert_tiles import DECODE_TOKENS, WideTiles
 from kernels._triton.expert_weights import (
     from_e2m1,
     from_fp8,
@@ -25,12 +24,8 @@ from kernels._triton.expert_weights import (
 )
 from kernels._triton.experts_group import combine, copy_blocks, group_pairs
 
-DECODE_TOKENS = 64
-"""Up to so many tokens in all, other kernels read weights that need no unpacking."""
 LEAST_TOKENS = {FP8_BLOCK: 192, INT4: 192, MXFP4: 128}
 """Tokens that an expert has on average from which on unpacking pays, measured on an H200."""
-FEW_PER_EXPERT, SOME_PER_EXPERT = 24, 48
-"""Tokens that an expert has on average up to which tiles of 32 and of 64 tokens were the fastest there."""
 SCRATCH_BYTES = 320 << 20
 """Unpacked weights at a time, at most (but one expert's at least)."""
 MAX_SHARING = 16
@@ -38,17 +33,6 @@ MAX_SHARING = 16
 UNPACKED_ROWS = 32
 UNPACKED_BYTES = 128
 """Of a row that a program unpacks: whole lines, for blocks that are read over the link."""
-
-
-@dataclass(frozen=True, slots=True)
-class WideTiles:
-    """A program's tile: tokens, output rows (of gate and of up each), columns of the contraction."""
-
-    tokens: int
-    rows: int
-    columns: int
-    num_warps: int
-    num_stages: int
 
 
 @triton.jit
@@ -218,18 +202,6 @@ def serves(block: BlockFormat, tokens: int, experts_per_token: int, num_experts:
     return whole and tokens * experts_per_token >= LEAST_TOKENS[block.kind] * num_experts
 
 
-def choose_tiles(element_size: int, per_expert: float) -> tuple[WideTiles, WideTiles]:
-    """The tiles for gate and up, and for down, by the tokens that an expert has on average: narrow ones while reading
-    weights takes longer than multiplying. Wide dtypes take a quarter of the room."""
-    if element_size > 2:
-        return (WideTiles(32, 32, 32, 4, 2),) * 2
-    if per_expert <= FEW_PER_EXPERT:
-        return (WideTiles(32, 128, 64, 4, 4),) * 2
-    if per_expert <= SOME_PER_EXPERT:
-        return (WideTiles(64, 128, 64, 8, 4),) * 2
-    return WideTiles(128, 128, 64, 8, 3), WideTiles(128, 256, 64, 8, 3)
-
-
 def run_experts(
     x: torch.Tensor,
     weights: torch.Tensor,
@@ -240,8 +212,8 @@ def run_experts(
     activation: int,
     limit: float,
     alpha: float,
-    tee: torch.Tensor | None = None,
-    tiles: tuple[WideTiles, WideTiles] | None = None,
+    tee: torch.Tensor | None,
+    tiles: tuple[WideTiles, WideTiles],
     scratch_bytes: int = SCRATCH_BYTES,
 ) -> torch.Tensor:
     """See :func:`kernels._triton.experts.run_experts`; the result does not depend on ``scratch_bytes``."""
@@ -254,7 +226,7 @@ def run_experts(
         table = torch.where(kept != 0, kept, table)
     hidden = torch.empty(tokens * per_token, inner, dtype=x.dtype, device=x.device)
     partial = torch.empty(tokens * per_token, width, dtype=torch.float32, device=x.device)
-    up, down = tiles or choose_tiles(x.element_size(), tokens * per_token / num_experts)
+    up, down = tiles
     size = x.element_size()
     unpacked = _Unpacked(block, x, inner, num_experts, scratch_bytes) if block.kind != DENSE else None
     shared = {

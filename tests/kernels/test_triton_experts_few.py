@@ -1,4 +1,4 @@
-"""Expert products of a few tokens with packed weights against the meaning of their blocks, code by code."""
+"""Expert products of one token and of a few with packed weights against the meaning of their blocks, code by code."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from kernels._reference.experts import read_expert
-from kernels._triton import experts_few, experts_group
+from kernels._reference.experts import Ahead, read_expert
+from kernels._triton import expert_tiles, experts_few, experts_group, experts_single
 from kernels._triton.expert_spans import place_of
 from worker.experts.block_format import block_format
 from worker.quantization.base import ExpertShape
@@ -32,6 +32,8 @@ FORMATS: dict[str, Any] = {
 SIZES = [(64, 192)]
 LARGE = [(256, 96), (192, 192), (128, 2880)]
 NUM_EXPERTS, PER_TOKEN = 5, 3
+SINGLE = (expert_tiles.SingleTiles(128, 2, 2), expert_tiles.SingleTiles(64, 2))
+"""The interpreter takes its time per program: few of them."""
 
 
 class Case:
@@ -58,28 +60,28 @@ class Case:
         self.weights = torch.rand(tokens, PER_TOKEN)
         self.experts = torch.stack([torch.randperm(NUM_EXPERTS)[:PER_TOKEN] for _ in range(tokens)])
 
-    def run(self, rows: slice = slice(None), tee: torch.Tensor | None = None) -> torch.Tensor:
+    def run(
+        self, rows: slice = slice(None), tee: torch.Tensor | None = None, single: bool = False, tiles: Any = None,
+        spoiled: bool = False,
+    ) -> torch.Tensor:  # fmt: skip
+        """``single``: by the kernels for one token. ``spoiled``: every expert is read from where launches ahead bring
+        it, and the table holds others' addresses."""
         self.there = self.blocks.to(DEVICE)
         table = torch.tensor([block.data_ptr() for block in self.there], device=DEVICE)
-        x, weights, experts = (value[rows].to(DEVICE) for value in (self.x, self.weights, self.experts))
-        assert experts_few.serves(x, self.where, self.inner)
-        tiles: Any = None
-        if DEVICE == "cpu":  # the interpreter takes its time per program: few of them
-            tiles = tuple(replace(own, rows=512) for own in experts_few.TILES[self.where.kind])
-        found = experts_few.run_experts(
-            x,
-            weights,
-            experts,
-            table,
-            self.where,
-            self.inner,
-            int(self.clamped),
-            7.0,
-            1.702,
-            tee,
-            tiles,
-        )
-        return found.cpu()
+        moved = [value[rows].to(DEVICE) for value in (self.x, self.weights, self.experts)]
+        assert experts_few.serves(moved[0], self.where, self.inner)
+        if single:
+            gpu: Any = expert_tiles.SINGLE_RULE
+            tiles = tiles or (SINGLE if DEVICE == "cpu" else gpu)
+            ahead = Ahead(table, 0, 0) if spoiled else None
+            held = table.flip(0) if spoiled else table
+            rest = (held, self.where, self.inner, int(self.clamped), 7.0, 1.702, tee, tiles)
+            return experts_single.run_experts(*moved, *rest, ahead).cpu()
+        own = expert_tiles.FEW_RULE[self.where.kind]
+        if DEVICE == "cpu":
+            own = (replace(own[0], rows=512), replace(own[1], rows=512))
+        rest = (table, self.where, self.inner, int(self.clamped), 7.0, 1.702, tee, tiles or own)
+        return experts_few.run_experts(*moved, *rest).cpu()
 
     def want(self) -> torch.Tensor:
         out = torch.zeros(self.x.shape, dtype=torch.float64)
@@ -126,20 +128,60 @@ def test_products_of_a_few_tokens(name: str, hidden: int, inner: int) -> None:
     assert not out[3].any(), "a padding row is not zero"
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("hidden", "inner"), [*SIZES, *(pytest.param(*size, marks=ON_GPU) for size in LARGE)]
+)
+def test_products_of_one_token(name: str, hidden: int, inner: int) -> None:
+    if name == "mxfp4" and (hidden % 64 or inner % 64):
+        inner += 32
+    case = Case(name, hidden, inner, 1)
+    out = case.run(single=True)
+    assert case.error(out) < TOLERANCE
+    assert torch.equal(case.run(single=True, spoiled=True), out), (
+        "a block was not read from where it was brought"
+    )
+    case.experts[0, 1] = -1
+    assert case.error(case.run(single=True)) < TOLERANCE
+
+
+VARIANTS = [{"spans": 2, "ahead": True}, {"spans": 2, "ahead": True, "tiles": 3}, {"tiles": 2}]
+WALKS = [("fp8", 96), ("int4 zeros", 32), ("mxfp4", 192)]
+
+
+@pytest.mark.parametrize(("name", "inner"), WALKS)
+def test_no_tile_changes_a_bit(name: str, inner: int) -> None:
+    case = Case(name, 192 if name == "mxfp4" else 160, inner, 2)
+    case.experts[:] = torch.tensor([1, -1, -1])
+    plain: Any = tuple(replace(tiles, rows=128, spans=1) for tiles in expert_tiles.FEW_RULE[case.where.kind])
+    want = case.run(tiles=plain)
+    assert case.error(want) < TOLERANCE
+    for variant in VARIANTS:
+        found = case.run(tiles=tuple(replace(tiles, **variant) for tiles in plain))
+        assert torch.equal(found, want), variant
+
+
+@pytest.mark.parametrize("single", [False, True])
 @pytest.mark.parametrize(("name", "codes"), [("fp8", range(8)), ("mxfp4", range(2))])
-def test_the_smallest_codes_keep_their_values(name: str, codes: range) -> None:
+def test_the_smallest_codes_keep_their_values(name: str, codes: range, single: bool) -> None:
     case = Case(name, 128, 64, 1, codes)
-    assert case.error(case.run()) < TOLERANCE
+    assert case.error(case.run(single=single)) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["fp8", "int4 zeros", "mxfp4"])
-def test_a_block_is_stored_whole_where_the_tee_points(name: str) -> None:
+def test_one_token_stores_a_block_whole_too(name: str) -> None:
+    test_a_block_is_stored_whole_where_the_tee_points(name, single=True)
+
+
+@pytest.mark.parametrize("name", ["fp8", "int4 zeros", "mxfp4"])
+def test_a_block_is_stored_whole_where_the_tee_points(name: str, single: bool = False) -> None:
     case = Case(name, 64, 192, 1)
     kept = torch.zeros_like(case.blocks, device=DEVICE)
     expert = int(case.experts[0, 1])
     tee = torch.zeros(NUM_EXPERTS, dtype=torch.int64, device=DEVICE)
     tee[expert] = kept[expert].data_ptr()
-    assert case.error(case.run(tee=tee)) < TOLERANCE
+    assert case.error(case.run(tee=tee, single=single)) < TOLERANCE
     assert torch.equal(kept[expert].cpu(), case.blocks[expert])
     assert not kept[torch.arange(NUM_EXPERTS) != expert].any(), "a block was stored where no tee points"
 
@@ -163,14 +205,22 @@ def test_pairs_that_are_sorted_give_what_counted_ones_do(monkeypatch: pytest.Mon
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["fp8", "int4 zeros", "mxfp4"])
 def test_a_gpu_stores_blocks_and_keeps_bits_too(name: str) -> None:
-    test_a_block_is_stored_whole_where_the_tee_points(name)
+    for single in (False, True):
+        test_a_block_is_stored_whole_where_the_tee_points(name, single)
     test_a_token_gets_the_same_bits_beside_others(name)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "codes"), [("fp8", range(8)), ("mxfp4", range(2))])
 def test_a_gpu_keeps_the_smallest_codes_too(name: str, codes: range) -> None:
-    test_the_smallest_codes_keep_their_values(name, codes)
+    for single in (False, True):
+        test_the_smallest_codes_keep_their_values(name, codes, single)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "inner"), [*WALKS, ("int4", 2880)])
+def test_no_tile_changes_a_bit_on_a_gpu(name: str, inner: int) -> None:
+    test_no_tile_changes_a_bit(name, inner)
 
 
 @pytest.mark.parametrize(

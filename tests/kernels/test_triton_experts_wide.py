@@ -10,6 +10,7 @@ import torch
 
 from kernels._triton import experts as face
 from kernels._triton import experts_wide as wide
+from kernels._triton.expert_tiles import wide_rule
 from kernels._triton.experts import BlockFormat
 from tests.helpers.formats import CONFIGS, MadeExpert, format_of, make_expert
 from worker.experts.block_format import block_format
@@ -48,6 +49,7 @@ class Case:
             7.0,
             1.702,
             tee,
+            wide_rule(dtype.itemsize, TOKENS * PER_TOKEN / NUM_EXPERTS),
             scratch_bytes=room,
         )
 

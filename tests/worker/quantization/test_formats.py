@@ -8,6 +8,7 @@ import torch
 
 from kernels import experts as face
 from kernels._reference.experts import read_expert, run_experts
+from kernels._triton import expert_tiles
 from kernels._triton import experts as triton_experts
 from kernels.pointwise import GatedActivation
 from tests.helpers.formats import CONFIGS, MadeExpert, format_of, make_expert, with_group
@@ -147,7 +148,7 @@ def test_the_triton_kernel_and_the_reference_agree_with_the_meaning(
         moved = (x[rows].to(DEVICE, dtype), weights[rows].to(DEVICE), experts[rows].to(DEVICE))
         # Few programs where the interpreter runs them.
         alone = rows.stop is not None and DEVICE == "cpu"
-        tiles = (triton_experts.Tiles(32, 1, 1, 4, 1),) * 2 if alone else None
+        tiles = (expert_tiles.Tiles(32, 1, 1, 4, 1),) * 2 if alone else None
         return triton_experts.run_experts(*moved, table, where, inner, tee=tee, tiles=tiles)
 
     plain = run_experts(

@@ -1,4 +1,4 @@
-"""Prints what the project depends on, a line each, with the extras that are named: ``python dependencies.py [EXTRA ...]``.
+"""Prints what the project depends on, a line each, with the extras named: ``python dependencies.py [EXTRA ...]``.
 
 An image installs these before it has the sources. KeyError for an extra that pyproject.toml does not have.
 """

@@ -57,9 +57,14 @@ def _build(folder: Path, documents: list[Document]) -> list[Document]:
     unknown = set(content) - KEYS
     if unknown:
         raise KustomizeError(f"{folder}: {', '.join(sorted(unknown))} is not rendered here")
-    kinds = {"Kustomization": "kustomize.config.k8s.io/v1beta1", "Component": "kustomize.config.k8s.io/v1alpha1"}
+    kinds = {
+        "Kustomization": "kustomize.config.k8s.io/v1beta1",
+        "Component": "kustomize.config.k8s.io/v1alpha1",
+    }
     if kinds.get(content.get("kind", "")) != content.get("apiVersion"):
-        raise KustomizeError(f"{folder}: kind {content.get('kind')!r} of version {content.get('apiVersion')!r}")
+        raise KustomizeError(
+            f"{folder}: kind {content.get('kind')!r} of version {content.get('apiVersion')!r}"
+        )
     for entry in content.get("resources", []):
         path = folder / entry
         if path.is_dir():
@@ -108,12 +113,16 @@ def _check_unique(folder: Path, documents: list[Document]) -> None:
         raise KustomizeError(f"{folder}: {twice} twice")
 
 
-def _generate(folder: Path, entry: Mapping[str, Any], common: Mapping[str, Any], documents: list[Document]) -> None:
+def _generate(
+    folder: Path, entry: Mapping[str, Any], common: Mapping[str, Any], documents: list[Document]
+) -> None:
     unknown = set(entry) - {"name", "files", "literals", "envs", "behavior", "options"}
     options = {**common, **entry.get("options", {})}
     unknown |= set(options) - {"disableNameSuffixHash", "labels", "annotations"}
     if unknown or not options.get("disableNameSuffixHash"):
-        raise KustomizeError(f"{folder}: configMapGenerator of {entry.get('name')}: {unknown or 'hashed names'}")
+        raise KustomizeError(
+            f"{folder}: configMapGenerator of {entry.get('name')}: {unknown or 'hashed names'}"
+        )
     data: dict[str, str] = {}
     for name in entry.get("files", []):
         _check_inside(folder / name, folder)
@@ -137,7 +146,10 @@ def _generate(folder: Path, entry: Mapping[str, Any], common: Mapping[str, Any],
 
 
 def _patch(folder: Path, entry: Mapping[str, Any], documents: list[Document]) -> None:
-    if set(entry) not in ({"target", "path"}, {"target", "patch"}) or set(entry["target"]) != {"kind", "name"}:
+    if set(entry) not in ({"target", "path"}, {"target", "patch"}) or set(entry["target"]) != {
+        "kind",
+        "name",
+    }:
         raise KustomizeError(f"{folder}: a patch has a target (kind, name), and a path or itself: {entry}")
     document = _named(documents, entry["target"]["kind"], entry["target"]["name"])
     if "path" in entry:
@@ -146,7 +158,9 @@ def _patch(folder: Path, entry: Mapping[str, Any], documents: list[Document]) ->
     else:
         operations = yaml.load(entry["patch"], _Strict)
     if not isinstance(operations, list):
-        raise KustomizeError(f"{folder}: only JSON patches are rendered here: lists of a custom resource cannot be merged")
+        raise KustomizeError(
+            f"{folder}: only JSON patches are rendered here: lists of a custom resource cannot be merged"
+        )
     for operation in operations:
         _apply(document, operation, folder)
 

@@ -40,8 +40,9 @@ class PodMemory:
 def pod_memory(plan: Plan, num_workers: int = 1, host_tier_bytes: int = 0) -> PodMemory:
     """The memory of a pod with ``num_workers`` of the plan's workers, each with a host tier of so many bytes.
 
-    Experts that do not all fit the device beside the workload wait in host memory: of one worker in its own (``host_store=private``), of
-    several in one copy in /dev/shm (``host_store=shared``)."""
+    Experts that do not all fit the device beside the workload wait in host memory: of one worker in its own
+    (``host_store=private``), of several in one copy in /dev/shm (``host_store=shared``).
+    """
     store = 0 if plan.fits_resident else plan.host_store_bytes
     shared = store if num_workers > 1 else 0
     return PodMemory(

@@ -22,6 +22,14 @@ def files() -> dict[str, str]:
         for name, module in (("serving", serving), ("memory", memory), ("experts", experts))
     }
     found["alerts.yaml"] = HEAD + yaml.safe_dump(alerts.as_yaml(), sort_keys=False, width=120)
+    # The same for the Prometheus operator, which kustomization.yaml beside it deploys.
+    rule = {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "PrometheusRule",
+        "metadata": {"name": "headroom"},
+        "spec": alerts.as_yaml(),
+    }
+    found["prometheus-rule.yaml"] = HEAD + yaml.safe_dump(rule, sort_keys=False, width=120)
     return found
 
 

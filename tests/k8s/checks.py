@@ -36,7 +36,7 @@ CHECKS = (
     wiring_checks.upgrades,
     wiring_checks.network,
 )
-CUSTOM = {"RayService", "PodMonitor"}
+CUSTOM = {"RayService", "PodMonitor", "PrometheusRule"}
 """Kinds that Kubernetes itself does not define."""
 
 

@@ -41,6 +41,7 @@ def write_overlay(folder: Path, overlay: str, components: tuple[str, ...]) -> Pa
         f"  - {to}/overlays/{overlay}",
         "components:",
         *(f"  - {to}/components/{name}" for name in components),
+        f"  - {to}/../dashboards",
     ]
     (folder / "kustomization.yaml").write_text("\n".join(lines) + "\n")
     return folder

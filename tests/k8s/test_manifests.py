@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -12,12 +13,13 @@ import yaml
 
 from tests.k8s.checks import problems, schema_problems
 from tests.k8s.conftest import COMPONENTS, write_overlay
-from tests.k8s.deployed import K8S, OVERLAYS, Deployed
+from tests.k8s.deployed import K8S, OVERLAYS, ROOT, Deployed
 from tests.k8s.kustomize import Document, KustomizeError, load, render
 from worker.advise.__main__ import main as advise
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
+DASHBOARDS = ROOT / "dashboards"
 Rendered = Callable[[str], list[Document]]
 
 
@@ -36,6 +38,20 @@ def test_the_volume_and_the_job_that_fills_it_are_sound() -> None:
     folder = next(entry["value"] for entry in container["env"] if entry["name"] == "FOLDER")
     served = Deployed(render(K8S / "overlays" / "single")).args.model
     assert f"{mount['mountPath']}/{folder}" == served
+
+
+def test_every_dashboard_is_loaded_by_grafanas_sidecar(rendered: Rendered) -> None:
+    [found] = [d for d in rendered("everything") if d["metadata"]["name"] == "headroom-dashboards"]
+    assert found["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert set(found["data"]) == {path.name for path in DASHBOARDS.glob("*.json")}
+    assert all(json.loads(text)["uid"] for text in found["data"].values())
+    # A ConfigMap holds a mebibyte at most, and `kubectl apply` keeps a copy of 256 KiB at most beside it.
+    assert sum(len(text.encode()) for text in found["data"].values()) < 200 * 2**10
+
+
+def test_prometheus_gets_the_alert_rules(rendered: Rendered) -> None:
+    [found] = [document for document in rendered("everything") if document["kind"] == "PrometheusRule"]
+    assert found["spec"] == yaml.safe_load((DASHBOARDS / "alerts.yaml").read_text())
 
 
 def test_every_overlay_and_component_is_tested() -> None:

@@ -184,7 +184,9 @@ def test_a_changed_byte_in_a_place_is_found_and_named() -> None:
     world.step([[[0, 1]], [[2, 3]], [[4, 7]]])
     place = int((world.residency.owner == 2 * EXPERTS + 7).nonzero())
     world.grid[place, 77] ^= 1
+    before = world.check.num_checked
     world.check.step()
+    assert world.check.num_checked == before + 6
     assert world.check.found.tolist() == [1, 2, 7]
 
 

@@ -145,9 +145,9 @@ class NativeEngine:
         self._audits = audit
         self._advanced_s = time.monotonic()
         self._expert_report: ExpertReport | None = None
-        self._snapshot = self._take_snapshot()
         self._arena_report = self._ledger.report()
         self._arena_figures = arena_figures(self._arena_report)
+        self._snapshot = self._with_arena(self._take_snapshot())
         if info.device != "cpu":
             favour_step_loop()
         self._thread = threading.Thread(target=self._run, name="native-engine", daemon=True)
@@ -361,7 +361,7 @@ class NativeEngine:
         if with_report:
             report, self._reported_s = self._ledger.report(), time.monotonic()
             self._arena_figures = arena_figures(report)
-        snapshot = replace(snapshot, extra={**snapshot.extra, **self._arena_figures})
+        snapshot = self._with_arena(snapshot)
         with self._changed:
             self._snapshot, self._arena_report = snapshot, report
 
@@ -375,6 +375,9 @@ class NativeEngine:
         self._expert_report = self._experts.read()
         self._scheduler.note_resident(sum(self._expert_report.resident))
         return with_experts(found, self._expert_report)
+
+    def _with_arena(self, snapshot: WorkerSnapshot) -> WorkerSnapshot:
+        return replace(snapshot, extra={**snapshot.extra, **self._arena_figures})
 
     def _die(self, error: str) -> None:
         with self._changed:

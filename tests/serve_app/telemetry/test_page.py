@@ -167,6 +167,9 @@ def test_any_router_answers_for_all_and_a_workers_figures_come_once(tmp_path: Pa
         for metric in ROUTER_METRICS:
             routers = [sample.labels["router"] for sample in families[exposed_name(metric)].samples]
             assert "r2" in routers, metric.name
+        for family in families.values():
+            series = [(sample.name, *sorted(sample.labels.items())) for sample in family.samples]
+            assert len(set(series)) == len(series), f"{family.name} has a series twice"
         generated = {s.labels["router"]: s.value for s in families["headroom_generated_tokens_total"].samples}
         assert generated == {"r1": len(ANSWER) + 1, "r2": 1}
         for row in WORKER_METRICS:

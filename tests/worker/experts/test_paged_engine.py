@@ -79,6 +79,10 @@ def test_the_snapshot_and_the_report_say_what_was_counted() -> None:
         assert 7 * 2 <= layer["hit"] + layer["tee"] + layer["in_place"] <= 7 * 4
         assert layer["prefill_in_place"] + layer["prefill_hit"] >= 2
     assert snapshot.extra["expert_places"] > 32
+    for lane in ("tee", "in_place", "prefill_in_place", "staged"):
+        used = sum(layer[lane] for layer in report["layers"])
+        assert snapshot.extra[f"expert_bytes.{lane}"] == used * snapshot.extra["expert_bytes"]
+    assert snapshot.extra["expert_places_checked"] > 0
 
 
 def test_resident_engines_report_no_experts() -> None:

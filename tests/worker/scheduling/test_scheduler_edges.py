@@ -121,6 +121,10 @@ def test_a_snapshot_says_what_goes_on() -> None:
     done = take_snapshot(desk.scheduler, desk.ledger, 3, desk.loop.num_steps, queued.queued_s + 1.0, False)
     assert (done.num_finished, done.num_retractions, done.num_waiting, done.num_running) == (4, 1, 0, 0)
     assert done.retraction_rate == pytest.approx(0.1), "one in the last ten seconds"
+    stamps = [timeline for n in range(4) if (timeline := desk.last(f"r{n}").timeline) is not None]
+    assert [len(timeline.retracted_s) for timeline in stamps] == [t.num_retractions for t in stamps]
+    [sent_back] = [timeline for timeline in stamps if timeline.retracted_s]
+    assert sent_back.scheduled_s <= sent_back.retracted_s[0] <= sent_back.finished_s
     assert done.extra["retractions_per_thousand"] == pytest.approx(250.0)
     assert done.step_s == pytest.approx(1e-4)
 

@@ -285,7 +285,7 @@ class Dispatcher:
         DeadlinePassed."""
         try:
             stream = self._transport.start(choice.replica_id, request)
-        except BaseException:
+        except BaseException:  # not even called
             self._end(choice, VETOED)
             raise
         watch = self._watchers.watch(choice.replica_id, stream, ended_by_s)

@@ -20,12 +20,12 @@ import ray
 from opentelemetry import context as otel_context
 from opentelemetry.context import Context
 from ray import serve
-from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
+from ray.exceptions import RayError, RayTaskError
 from ray.serve import context as serve_context
 from ray.serve._private import constants as serve_constants
 from ray.serve._private import tracing_utils
 from ray.serve._private.common import DeploymentID, ReplicaID
-from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
@@ -34,6 +34,9 @@ from serve_app.deployments.trunk_reader import SeatedStream, Trunks
 from serve_app.http.errors import WorkerLost
 from worker.api import GenerateRequest
 
+FAILURES = (RayError, RayServeException)
+"""How a call ends whose replica, node or deployment is gone: not only the death of the actor is told, but, where a
+node died, also the loss of what it owned."""
 ANY = ""
 """The first argument of a call that any replica may answer."""
 
@@ -70,8 +73,12 @@ class PinnedCalls:
         """Calls ``Worker.generate`` on that replica."""
         seat = self._trunks.seat(replica_id, request.request_id)
         generate = self._worker.generate
-        call = PinnedStream(in_fresh_context(lambda: generate.remote(replica_id, request, seat.place)))
-        return SeatedStream(call, seat)
+        try:
+            response = in_fresh_context(lambda: generate.remote(replica_id, request, seat.place))
+        except FAILURES as error:
+            seat.leave()
+            raise _lost(error) from error
+        return SeatedStream(PinnedStream(response), seat)
 
     def close(self) -> None:
         """Closes what no request holds; the Router is about to end."""
@@ -86,7 +93,7 @@ class PinnedCalls:
         """Calls ``Worker.<question>`` on that replica."""
         try:
             return await in_fresh_context(lambda: getattr(self._plain, question).remote(replica_id, *given))
-        except (RayTaskError, RayActorError, TaskCancelledError) as error:
+        except FAILURES as error:
             raise _lost(error) from error
 
     async def report_of(self, replica_id: str) -> WorkerReport:
@@ -98,7 +105,7 @@ class PinnedCalls:
         """Asks any replica for its report: a call that waits is what Serve starts a first replica for."""
         try:
             report: WorkerReport = await self.ask(ANY, "worker_report")
-        except (WorkerLost, DeploymentUnavailableError):
+        except WorkerLost:
             return None
         return report
 
@@ -119,11 +126,11 @@ class PinnedStream:
         except StopAsyncIteration:
             self._over = True
             raise
-        except (RayTaskError, RayActorError, TaskCancelledError) as error:
+        except FAILURES as error:
             self._over = True
             raise _lost(error) from error
         except Exception:
-            # Never sent: the request router failed it (ReplicaGone), or Serve itself did.
+            # Never sent: the request router failed it (ReplicaGone).
             self._over = True
             raise
 

@@ -1,4 +1,5 @@
-"""Operations on real Ray Serve: the manual's configuration file, deployed, and the operators' routes behind it."""
+"""Operations on real Ray Serve: the manual's configuration file and that of a Kubernetes overlay, deployed, and the
+operators' routes behind them."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ import yaml
 
 from tests.helpers.eventually import eventually
 from tests.helpers.tokenizers import scripted, write_model_folder
+from tests.k8s.deployed import K8S, Deployed
+from tests.k8s.kustomize import render
 from tests.serve_app.conftest import DEPLOY_S
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -57,7 +60,7 @@ def declared(serve_url: str) -> Iterator[Declared]:
     """A client; what a test deployed under these names is deleted."""
     client = Declared()
     yield client
-    client.delete("headroom", "wrong")
+    client.delete("headroom", "wrong", "kubernetes")
 
 
 def test_the_manuals_file_deploys_a_wrong_one_says_why_and_operators_get_in(
@@ -70,14 +73,19 @@ def test_the_manuals_file_deploys_a_wrong_one_says_why_and_operators_get_in(
     good |= {"route_prefix": "/headroom"}
     good["args"] |= {"model": str(folder), "engine": "fake", "graceful_shutdown_timeout_s": 2.0}
     wrong = {**good, "name": "wrong", "route_prefix": "/wrong", "args": {**good["args"], "max_runing": 3}}
-    declared.deploy({"applications": [good, wrong]})
+    [overlay] = Deployed(render(K8S / "overlays" / "demo-cpu")).config["applications"]
+    kubernetes = {**overlay, "name": "kubernetes", "route_prefix": "/kubernetes"}
+    kubernetes["args"] |= {"model": str(folder), "engine": "fake", "graceful_shutdown_timeout_s": 2.0}
+    declared.deploy({"applications": [good, wrong, kubernetes]})
     message = declared.message("wrong", "DEPLOY_FAILED")
     assert "there is no option 'max_runing'; did you mean 'max_running'" in message
+    declared.message("kubernetes", "RUNNING")
     declared.message("headroom", "RUNNING")
     body = {"messages": [{"role": "user", "content": "hello"}]}
-    answer = httpx.post(f"{serve_url}/headroom{CHAT}", json=body, timeout=60).json()
-    assert answer["model"] == "demo"
-    assert answer["choices"][0]["message"]["content"] == "Deployed."
+    for prefix in ("kubernetes", "headroom"):
+        answer = httpx.post(f"{serve_url}/{prefix}{CHAT}", json=body, timeout=60).json()
+        assert answer["model"] == "demo"
+        assert answer["choices"][0]["message"]["content"] == "Deployed."
 
     # The operators' routes over Serve's own proxy, which says whom it speaks for: a caller on this machine. What
     # they show is the snapshot pushed last, which may have left the worker before the answer's end was counted.

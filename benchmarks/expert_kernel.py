@@ -10,7 +10,7 @@ cache; the copy is measured in the same run, counting bytes read and written.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,11 +41,13 @@ class Layer:
     block_bytes: int
 
 
-def random_layer(name: str) -> Layer:
-    """Random blocks on the GPU: finite values of ordinary size in every part."""
+def random_layer(
+    name: str, shape: ExpertShape = SHAPE, num_experts: int = NUM_EXPERTS, device: str = "cuda"
+) -> Layer:
+    """Random blocks: finite values of ordinary size in every part."""
     format = FORMATS.load(NAMES[name])()
-    layout = format.block_layout(SHAPE)
-    blocks = torch.empty(NUM_EXPERTS, layout.num_bytes, dtype=torch.uint8, device="cuda")
+    layout = format.block_layout(shape)
+    blocks = torch.empty(num_experts, layout.num_bytes, dtype=torch.uint8, device=device)
     for block in blocks:
         for part in layout.parts:
             view = block_part(block, layout, part.name)
@@ -55,8 +57,8 @@ def random_layer(name: str) -> Layer:
                 view.random_(0, 256)
             else:
                 scale = 0.02 if view.dtype == torch.bfloat16 else 0.5 if view.dtype.itemsize == 1 else 0.01
-                view.copy_(torch.randn(view.shape, device="cuda") * scale)
-    table = torch.tensor([block.data_ptr() for block in blocks], device="cuda")
+                view.copy_(torch.randn(view.shape, device=device) * scale)
+    table = torch.tensor([block.data_ptr() for block in blocks], device=device)
     return Layer(blocks, table, block_format(layout), layout.num_bytes)
 
 
@@ -73,15 +75,20 @@ def measure(layer: Layer, batch: int) -> tuple[float, float]:
         for experts in routings:
             run_experts(x, weights, experts, layer.table, layer.where, SHAPE.intermediate_size, activation)
 
+    distinct = statistics.fmean(len(experts.unique()) for experts in routings)
+    return graph_s(all_routings) / ROUTINGS, distinct * layer.block_bytes
+
+
+def graph_s(run: Callable[[], object]) -> float:
+    """Median seconds of what ``run`` launches, captured in a graph."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        all_routings()
+        run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        all_routings()
-    distinct = statistics.fmean(len(experts.unique()) for experts in routings)
-    return median_s(graph.replay, 20) / ROUTINGS, distinct * layer.block_bytes
+        run()
+    return median_s(graph.replay, 20)
 
 
 def main() -> None:

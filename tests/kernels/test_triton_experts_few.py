@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from kernels._reference.experts import Ahead, read_expert
-from kernels._triton import expert_tiles, experts_few, experts_group, experts_single
+from kernels._triton import expert_tiles, experts_few, experts_group
 from kernels._triton.expert_spans import place_of
+from kernels._triton.experts import run_kernel
 from worker.experts.block_format import block_format
 from worker.quantization.base import ExpertShape
 from worker.quantization.blocks import block_part
@@ -70,18 +71,13 @@ class Case:
         table = torch.tensor([block.data_ptr() for block in self.there], device=DEVICE)
         moved = [value[rows].to(DEVICE) for value in (self.x, self.weights, self.experts)]
         assert experts_few.serves(moved[0], self.where, self.inner)
-        if single:
-            gpu: Any = expert_tiles.SINGLE_RULE
-            tiles = tiles or (SINGLE if DEVICE == "cpu" else gpu)
-            ahead = Ahead(table, 0, 0) if spoiled else None
-            held = table.flip(0) if spoiled else table
-            rest = (held, self.where, self.inner, int(self.clamped), 7.0, 1.702, tee, tiles)
-            return experts_single.run_experts(*moved, *rest, ahead).cpu()
-        own = expert_tiles.FEW_RULE[self.where.kind]
+        own: Any = expert_tiles.SINGLE_RULE if single else expert_tiles.FEW_RULE[self.where.kind]
         if DEVICE == "cpu":
-            own = (replace(own[0], rows=512), replace(own[1], rows=512))
-        rest = (table, self.where, self.inner, int(self.clamped), 7.0, 1.702, tee, tiles or own)
-        return experts_few.run_experts(*moved, *rest).cpu()
+            own = SINGLE if single else (replace(own[0], rows=512), replace(own[1], rows=512))
+        held = table.flip(0) if spoiled else table
+        kernel, ahead = "single" if single else "few", Ahead(table, 0, 0) if spoiled else None
+        rest = (held, self.where, self.inner, int(self.clamped), 7.0, 1.702, tee)
+        return run_kernel(kernel, tiles or own, (moved[0], moved[1], moved[2], *rest), ahead).cpu()
 
     def want(self) -> torch.Tensor:
         out = torch.zeros(self.x.shape, dtype=torch.float64)
@@ -169,13 +165,7 @@ def test_the_smallest_codes_keep_their_values(name: str, codes: range, single: b
     assert case.error(case.run(single=single)) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["fp8", "int4 zeros", "mxfp4"])
-def test_one_token_stores_a_block_whole_too(name: str) -> None:
-    test_a_block_is_stored_whole_where_the_tee_points(name, single=True)
-
-
-@pytest.mark.parametrize("name", ["fp8", "int4 zeros", "mxfp4"])
-def test_a_block_is_stored_whole_where_the_tee_points(name: str, single: bool = False) -> None:
+def check_storing(name: str, single: bool) -> None:
     case = Case(name, 64, 192, 1)
     kept = torch.zeros_like(case.blocks, device=DEVICE)
     expert = int(case.experts[0, 1])
@@ -184,6 +174,16 @@ def test_a_block_is_stored_whole_where_the_tee_points(name: str, single: bool = 
     assert case.error(case.run(tee=tee, single=single)) < TOLERANCE
     assert torch.equal(kept[expert].cpu(), case.blocks[expert])
     assert not kept[torch.arange(NUM_EXPERTS) != expert].any(), "a block was stored where no tee points"
+
+
+@pytest.mark.parametrize("name", ["fp8", "int4 zeros", "mxfp4"])
+def test_a_block_is_stored_whole_where_the_tee_points(name: str) -> None:
+    check_storing(name, single=False)
+
+
+@pytest.mark.parametrize("name", ["fp8", "int4 zeros", "mxfp4"])
+def test_one_token_stores_a_block_whole_too(name: str) -> None:
+    check_storing(name, single=True)
 
 
 @pytest.mark.parametrize("name", ["fp8", "int4 zeros", "mxfp4"])
@@ -206,7 +206,7 @@ def test_pairs_that_are_sorted_give_what_counted_ones_do(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("name", ["fp8", "int4 zeros", "mxfp4"])
 def test_a_gpu_stores_blocks_and_keeps_bits_too(name: str) -> None:
     for single in (False, True):
-        test_a_block_is_stored_whole_where_the_tee_points(name, single)
+        check_storing(name, single)
     test_a_token_gets_the_same_bits_beside_others(name)
 
 

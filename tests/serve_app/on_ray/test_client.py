@@ -15,6 +15,8 @@ import pytest
 
 from benchmarks.drills.figures import by_router
 from serve_app.http.api_keys import new_key
+from serve_app.telemetry.spans import is_background
+from tests.helpers.collector import branches, collecting
 from tests.helpers.eventually import eventually
 from tests.helpers.tokenizers import scripted, write_model_folder
 from tests.serve_app.conftest import Deploy, ServedApp
@@ -159,17 +161,43 @@ def test_a_redeployment_lets_running_streams_end(deploy: Deploy, tmp_path: Path)
     eventually(app.worker_pids, lambda pids: not set(old) & set(pids), within_s=60.0, pause_s=0.1)
 
 
+TREE = (
+    "replica_handle_request Router __call__",
+    "POST /v1/chat/completions",
+    "chat fox",
+    "place",
+    "route_to_replica Worker generate",
+    "replica_handle_request Worker generate",
+    "worker",
+    "decode",
+)
+"""Serve's spans and ours, one in the other, of a request over HAProxy."""
+
+
 @pytest.mark.timeout(500)
-def test_the_streaming_tests_pass_over_haproxy_too() -> None:
+def test_the_streaming_tests_pass_over_haproxy_too_traced_from_end_to_end() -> None:
     # Serve reads these when it is imported, so the other transport needs a process of its own.
-    environment = {
-        **os.environ,
-        "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
-    }
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-    command.append("tests/serve_app/on_ray/test_streaming.py")
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=480)
+    with collecting() as collector:
+        environment = {
+            **os.environ,
+            "RAY_SERVE_ENABLE_HA_PROXY": "1",
+            "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+            "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+            "RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH": "serve_app.telemetry.spans:span_processors",
+            "RAY_SERVE_TRACING_SAMPLING_RATIO": "1.0",
+            "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url,
+            "OTEL_BSP_SCHEDULE_DELAY": "200",
+            "OTEL_METRIC_EXPORT_INTERVAL": "1000",
+        }
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+        command.append("tests/serve_app/on_ray/test_streaming.py")
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=480)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert "5 passed" in done.stdout
+    spans = collector.spans()
+    assert TREE in branches(spans)
+    assert not [span.name for span in spans if is_background(span.name, bool(span.parent_span_id))]
+    pushed = collector.metrics()
+    assert set(pushed) == {"router", "worker"}
+    assert "headroom.inter_token_latency" in pushed["router"]
+    assert "headroom.worker.generated_tokens" in pushed["worker"] - pushed["router"]

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
-from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.sdk.metrics.export import (
     InMemoryMetricReader,
     MetricExporter,
@@ -22,6 +18,7 @@ from serve_app.telemetry.otlp import OtlpSettings
 from serve_app.telemetry.push import WorkerPush, otlp_exporter, push_reader, resource_of
 from serve_app.telemetry.router_metrics import RouterFacts, RouterMetrics
 from serve_app.telemetry.worker_metrics import WORKER_METRICS
+from tests.helpers.collector import collecting
 from tests.serve_app.telemetry.workers import whole
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
@@ -131,44 +128,18 @@ def test_a_worker_pushes_its_rows_from_one_report() -> None:
     push.close()
 
 
-@pytest.fixture
-def collector() -> Iterator[tuple[str, list[tuple[str, bytes]]]]:
-    """A collector's address, and what was posted to it."""
-    posted: list[tuple[str, bytes]] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            posted.append((self.path, self.rfile.read(int(self.headers["content-length"]))))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, format: str, *args: Any) -> None:
-            return None
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}", posted
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-def test_otlp_reaches_a_collector(
-    collector: tuple[str, list[tuple[str, bytes]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    url, posted = collector
-    monkeypatch.setenv(ENDPOINT, url)
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "none")
-    settings = OtlpSettings(True)
-    made = RouterMetrics(NO_FACTS, "r1", lambda gaps: [push_reader(otlp_exporter(settings), gaps)])
-    made.gaps.came("m", 3, 0.3)
-    made.close()
-    [(path, body)] = posted
-    assert path == "/v1/metrics"
-    request = ExportMetricsServiceRequest.FromString(body)
-    metrics = {m.name: m for r in request.resource_metrics for s in r.scope_metrics for m in s.metrics}
-    assert metrics["headroom.inter_token_latency"].histogram.data_points[0].count == 3
-    assert "headroom.build_info" in metrics
+def test_otlp_reaches_a_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    with collecting() as collector:
+        monkeypatch.setenv(ENDPOINT, collector.url)
+        settings = OtlpSettings(True)
+        made = RouterMetrics(
+            NO_FACTS,
+            "r1",
+            lambda gaps: [push_reader(otlp_exporter(settings), gaps)],
+            resource_of(settings, "router", "r1", "1.0"),
+        )
+        made.gaps.came("m", 3, 0.3)
+        made.close()
+    [(part, names)] = collector.metrics().items()
+    assert part == "router"
+    assert names >= {"headroom.inter_token_latency", "headroom.build_info"}

@@ -5,15 +5,25 @@ from __future__ import annotations
 import math
 import os
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
 from kernels._triton.delta_carry import CHUNK, carry_states
 
+KNOWN = "0.6."
+"""Releases of fla-core whose inner functions, which it promises nobody, are those called here."""
+
 
 @cache
 def problem() -> str | None:
     """Why fla-core cannot be used in this process; None where it can."""
+    try:
+        found = version("fla-core")
+    except PackageNotFoundError:
+        return "fla-core is not installed"
+    if not found.startswith(KNOWN):
+        return f"fla-core is {found}, and only {KNOWN}x has the inner functions that are called"
     # The library's choice among further backends costs more of a step's time on the host than the launches themselves.
     os.environ.setdefault("FLA_DISABLE_BACKEND_DISPATCH", "1")
     try:

@@ -194,4 +194,7 @@ def main(names: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    # Without an interpreter's end: extension modules would list at length all that was loaded for children.
+    os._exit(code)

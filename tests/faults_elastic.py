@@ -18,6 +18,8 @@ FAULTS = [
         "elastic: a place is banned when pages were already written there",
         "worker.execution.runner",
         old="""            self.pager.begin_step(plan.step, plan.commands, plan.num_decode_rows, self._uploads)
+            if use is not None:
+                use.clear_started()
         self.arena.apply(plan.commands)
 """,
         new="""            self.arena.apply(plan.commands)

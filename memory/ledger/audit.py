@@ -57,15 +57,16 @@ def audit_pages(
         users.update(virtual for owner, virtual in queued if owner == group)
         pins = Counter(pinned[group])
         for virtual, physical in enumerate(table.physical):
-            name = f"{pool.spec.name}: virtual page {virtual}"
-            _expect(table.users[virtual] == users[virtual], f"{name} has a wrong count of users")
-            _expect(table.pins[virtual] == pins[virtual], f"{name} has a wrong count of pins")
             anybody = users[virtual] + pins[virtual] + table.cached[virtual]
-            _expect(table.holders[virtual] == anybody, f"{name} has a wrong count of holders")
-            _expect(
-                (physical >= 0) == (anybody > 0),
-                f"{name} is held without a page, or has one that nobody holds",
+            # A page that is as it should be costs no sentence: there are tens of thousands.
+            wrong = (
+                "has a wrong count of users" * (table.users[virtual] != users[virtual])
+                or "has a wrong count of pins" * (table.pins[virtual] != pins[virtual])
+                or "has a wrong count of holders" * (table.holders[virtual] != anybody)
+                or "is held without a page, or has one that nobody holds" * ((physical >= 0) != (anybody > 0))
             )
+            if wrong:
+                raise LedgerError(f"audit: {pool.spec.name}: virtual page {virtual} {wrong}")
         _audit_counters(table)
 
 
@@ -84,14 +85,12 @@ def _audit_bindings(pool: PagePool, table: PageTable, copying: dict[int, tuple[i
     for page in range(pool.first, pool.last):
         state, owner = pool.state[page], pool.owner[page]
         if state == BOUND:
-            _expect(
-                0 <= owner < len(table.physical) and table.physical[owner] == page,
-                f"{name}: page {page} and its owner disagree",
-            )
+            if not (0 <= owner < len(table.physical) and table.physical[owner] == page):
+                raise LedgerError(f"audit: {name}: page {page} and its owner disagree")
         elif state == TARGET:
             _expect(copying.get(owner, (-1, 0))[0] == page, f"{name}: page {page} waits for no copy")
-        else:
-            _expect(owner == -1, f"{name}: page {page} without content has an owner")
+        elif owner != -1:
+            raise LedgerError(f"audit: {name}: page {page} without content has an owner")
     bound = [physical for physical in table.physical if physical >= 0]
     _expect(len(set(bound)) == len(bound), f"{name}: two virtual pages share one physical page")
     _expect(len(bound) == table.num_bound, f"{name}: virtual pages miscounted")

@@ -24,6 +24,7 @@ from worker.api import (
     WorkerSnapshot,
 )
 from worker.config import WorkerConfig
+from worker.engines import native
 from worker.engines.native import NativeEngine
 from worker.errors import GrammarFailed, InvalidRequest
 
@@ -157,3 +158,34 @@ def test_what_every_step_would_have_to_look_at_is_bounded(field: str, given: dic
     assert caught.value.field == field
     fewer: dict[str, Any] = {name: values[:-1] for name, values in given.items()}
     assert SamplingParams(max_tokens=4, **fewer)
+
+
+def test_nobody_waits_for_the_audit_of_an_idle_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "IDLE_AUDIT_S", 0.01)
+    monkeypatch.setattr(native, "AUDIT_SHARE", 1e-6)
+    begun, may_end = threading.Event(), threading.Event()
+    num_audits = 0
+    served = engine()
+    with closing(served):
+        audit = served._ledger.audit
+
+        def long_audit() -> None:
+            nonlocal num_audits
+            num_audits += 1
+            begun.set()
+            assert may_end.wait(10)
+            audit()
+
+        served._ledger.audit = long_audit  # type: ignore[method-assign]
+        served._loop._audit = False
+        served.submit(GenerateRequest("wakes", (5, 6), SamplingParams(max_tokens=1)))
+        assert begun.wait(30)
+        looking = threading.Thread(target=served.snapshot, daemon=True)
+        looking.start()
+        served.submit(GenerateRequest("comes", (5, 6), SamplingParams(max_tokens=1)))
+        looking.join(5)
+        may_end.set()
+        assert not looking.is_alive(), "the audit held the lock"
+        assert asyncio.run(last_event(served, "comes")).finish_reason is FinishReason.LENGTH
+        # It took some of the time; the next one is due when that is little of it.
+        assert num_audits == 1

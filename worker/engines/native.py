@@ -47,6 +47,8 @@ REPORT_AGE_S = 0.2
 """The same for the arena's report."""
 IDLE_AUDIT_S = 1.0
 """An engine that is idle for so long proves its ledger sound, once."""
+AUDIT_SHARE = 0.01
+"""Of all time, at most: a request that comes meanwhile waits for the end of it."""
 BLOCKED_SLEEP_S = 0.001
 """A loop that has work but could not run any (memory is pinned by a transfer) turns so often."""
 
@@ -142,6 +144,7 @@ class NativeEngine:
         self._error = ""
         self._sequence = 0
         self._audited = False
+        self._next_audit_s = 0.0
         self._audits = audit
         self._advanced_s = time.monotonic()
         self._expert_report: ExpertReport | None = None
@@ -325,14 +328,16 @@ class NativeEngine:
 
     def _take_requests(self) -> bool:
         """Hands what came to the scheduler; waits where there is nothing to do. False: the engine is closed."""
+        while self._stood_idle():
+            # Without the lock: many pages take long, and nobody else must wait for it.
+            began_s = time.monotonic()
+            self._ledger.audit()
+            if self._experts is not None:
+                self._experts.audit()
+            ended_s = time.monotonic()
+            self._audited, self._next_audit_s = True, ended_s + (ended_s - began_s) / AUDIT_SHARE
+        self._audited = False
         with self._changed:
-            while not (self._closed or self._has_orders() or self._loop.has_work):
-                if not self._changed.wait(None if self._audited else IDLE_AUDIT_S):
-                    self._ledger.audit()
-                    if self._experts is not None:
-                        self._experts.audit()
-                    self._audited = True
-            self._audited = False
             if self._closed:
                 return False
             changed = self._has_orders()
@@ -348,6 +353,15 @@ class NativeEngine:
                 self._publish(True)  # under the lock: no snapshot may miss what it counted a moment ago
         self._streams.put_all(events)
         return True
+
+    def _stood_idle(self) -> bool:
+        """Waits until there is something to do; True when there was nothing for so long that an audit is due."""
+        with self._changed:
+            while not (self._closed or self._has_orders() or self._loop.has_work):
+                wait_s = max(IDLE_AUDIT_S, self._next_audit_s - time.monotonic())
+                if not self._changed.wait(None if self._audited else wait_s):
+                    return True
+        return False
 
     def _has_orders(self) -> bool:
         return bool(self._submitted or self._aborted or self._flushes)

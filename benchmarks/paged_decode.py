@@ -53,6 +53,7 @@ from memory.device.residency import Lane
 from worker.advise.formats import find_format
 
 WAKING_S = 0.5
+"""An engine's first steps are slower, and so is a GPU at rest."""
 FILLING_STEPS, FILLING_RUNS = 8, 4
 LEARNING_STEPS = 40
 """Of several domains, ahead of comparing a set that goes on learning with one that stands still."""
@@ -69,9 +70,7 @@ def measure_resident(found: Measured, bench: Bench) -> None:
     plan = found.plan
     every = [*cases(plan), *([(DOMAINS, 4)] if 4 in plan.batches else [])]
     begun_s, most = time.perf_counter(), max(plan.batches)
-    while (
-        time.perf_counter() - begun_s < WAKING_S
-    ):  # an engine's first steps are slower, and so is a GPU at rest
+    while time.perf_counter() - begun_s < WAKING_S:
         bench.run(trace_of(plan.routings[0], bench.model, most), plan.timed(most))
     for routing, batch in every:
         trace = trace_of(routing, bench.model, batch)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels._triton import experts as kernel
-from kernels._triton import residency_gather
+from kernels._triton import experts_few, residency_gather
 from kernels.experts import Ahead
 from memory.device.host_experts import HostExperts, LayerBlocks
 from worker.experts.block_format import block_format
@@ -59,3 +59,24 @@ def test_what_is_brought_ahead_is_read_where_it_comes_to_lie(
         found = kernel.run_experts(x, weights, experts, table, where, size_of, ahead=ahead)
         assert torch.equal(found, want), f"{resident} resident, {taken} brought"
         assert torch.equal(places[: resident + taken].cpu(), weights_of[: resident + taken])
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_pairs_are_grouped_beside_what_is_brought_only_while_that_is_held(
+    held: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = Fp8Block().block_layout(ExpertShape(128, 128))
+    table = torch.zeros(EXPERTS, dtype=torch.int64, device=DEVICE)
+    told: list[bool] = []
+
+    def group(*_: object, beside: bool, **__: object) -> None:
+        told.append(beside)
+        raise StopIteration
+
+    monkeypatch.setattr(experts_few, "group_pairs", group)
+    x, weights = torch.zeros(2, 128, device=DEVICE), torch.ones(2, PER_TOKEN, device=DEVICE)
+    experts = torch.zeros(2, PER_TOKEN, dtype=torch.int64, device=DEVICE)
+    ahead = Ahead(table, 0, 1, held=table if held else None)
+    with pytest.raises(StopIteration):
+        kernel.run_experts(x, weights, experts, table, block_format(layout), 128, ahead=ahead)
+    assert told == [held]

@@ -54,6 +54,7 @@ ASKED_SECONDS = 30.0
 """Phases of a full run; shorter ones call themselves reduced."""
 MOST_STEPS = 1 << 30
 WORST_STALLS = 10
+MANY = 64
 ROOM_TOKENS = 1024
 """Beyond the longest prompt."""
 
@@ -307,6 +308,13 @@ def make_report(options: argparse.Namespace, setup: Setup, found: Found, wrong_t
     ]
     if wrong_tokens is not None and options.replay_steps < MOST_STEPS and not options.replay_seconds:
         notes.append(f"wrong_tokens: of the first {options.replay_steps} steps of the elastic run")
+    if found.machine.curve is not None:
+        one_s, many_s = found.machine.curve.seconds(1), found.machine.curve.seconds(MANY)
+        one, many = found.place_bytes / one_s, MANY * found.place_bytes / many_s
+        notes.append(
+            f"limits of steps: one expert at {one / 1e9:.1f} GB/s, {MANY} of a layer at {many / 1e9:.1f},"
+            f" by programs or the copy engine, whichever is faster; memory {found.machine.memory_bytes_per_s / 1e12:.2f} TB/s"
+        )
     if options.replay_seconds:
         notes.append(f"wrong_tokens: of a round of phases of {options.replay_seconds:g} s ahead of the run")
     notes += stall_notes(find_stalls(found.facts, found.machine), found.facts)

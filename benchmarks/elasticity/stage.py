@@ -74,10 +74,9 @@ class CountingRunner(ModelRunner):
     def begin_pass(self, plan: StepPlan) -> LaunchedPass:
         """See :class:`ModelRunner`."""
         begun = super().begin_pass(plan)
-        if self.watch is None:
-            return begun
-        self.watch.begin_pass(plan)
-        return _WatchedPass(begun, self.watch, self.routing)
+        if self.watch is not None:
+            self.watch.begin_pass(plan)
+        return WatchedPass(begun, self.watch, self.routing)
 
     def _apply(self, plan: StepPlan) -> None:
         if self.watch is None:
@@ -94,8 +93,10 @@ class CountingRunner(ModelRunner):
         super().close()
 
 
-class _WatchedPass(LaunchedPass):
-    def __init__(self, inner: LaunchedPass, watch: StepWatch, routing: Routing | None) -> None:
+class WatchedPass(LaunchedPass):
+    """Tells imposed routing that what is launched belongs to a pass, and the watch when its last layer was."""
+
+    def __init__(self, inner: LaunchedPass, watch: StepWatch | None, routing: Routing | None) -> None:
         self._inner, self._watch, self._routing = inner, watch, routing
 
     def advance(self, seconds: float | None) -> bool:
@@ -106,7 +107,7 @@ class _WatchedPass(LaunchedPass):
         finally:
             if self._routing is not None:
                 self._routing.passing = False
-        if ended:
+        if ended and self._watch is not None:
             self._watch.end_pass()
         return ended
 
@@ -240,12 +241,15 @@ class Stage:
         driver = Driver(self.engine, self.setup.prompt, self.recorder.clock, self._number)
         logs: list[PhaseLog] = []
 
+        fitting = [phase for phase in self.setup.phases if self.holds(phase.longest)]
+
         async def every() -> None:
             await driver.run([self._warm_phase()])
             self.recorder.facts.clear()
-            await driver.run([phase for phase in self.setup.phases if self.holds(phase.longest)])
+            await driver.run(fitting)
 
-        asyncio.run(every())
+        if fitting:
+            asyncio.run(every())
         self._number = driver.num_requests
         found = {log.name: log for log in driver.logs}
         rates = []
@@ -302,9 +306,10 @@ def count_wrong(setup: Setup, steps: Sequence[RecordedStep], routing: Routing | 
     was imposed."""
     config = replace(setup.config, experts="resident", expert_bytes=0, pass_tokens=0)
     runner = CountingRunner(config, setup.routing, routing)
+    runner.attach_memory(runner.page_specs, config.arena_bytes)
+    runner.capture_graphs(None, [])  # where there is a GPU: eager steps would wait for the host
     if routing is not None:
         routing.rewind()
-    runner.attach_memory(runner.page_specs, config.arena_bytes)
     wrong = 0
     for step in sorted(steps, key=lambda step: step.plan.step):
         wrong += int((runner.run(step.plan).token_ids != step.result.token_ids).sum())

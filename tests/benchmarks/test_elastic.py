@@ -14,9 +14,11 @@ from benchmarks.elastic import main, make_setup, parse
 from benchmarks.elasticity.merge import merge_parts
 from benchmarks.elasticity.phases import Asked, PhaseLog, Progress, recovered_s
 from benchmarks.elasticity.routing import TRACE_STEPS, ImposedRouting, Routing, draw_trace
-from benchmarks.elasticity.stage import Stage, count_wrong
+from benchmarks.elasticity.stage import Stage, WatchedPass, count_wrong
 from benchmarks.elasticity.stalls import Machine, StepFacts, find_stalls
+from benchmarks.elasticity.watch import StepWatch
 from benchmarks.limits import LinkCurve
+from worker.execution.runner import LaunchedPass
 
 BRIEF = [
     "--seconds",
@@ -132,6 +134,28 @@ def test_imposed_routing_is_the_same_whenever_passes_run() -> None:
         routing.passing = False
     routing.rewind()
     assert routing.choose(0, own)[0].tolist() == trace[0, 1, 0].tolist()
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_pass_takes_what_prompts_take_where_all_is_resident_too(watched: bool) -> None:
+    routing = Routing(1, 16, 2, ImposedRouting(rows=3), torch.device("cpu"))
+    watch = StepWatch(place_bytes=1) if watched else None
+    seen: list[bool] = []
+
+    class Inner(LaunchedPass):
+        def __init__(self) -> None:
+            pass
+
+        def advance(self, seconds: float | None) -> bool:
+            seen.append(routing.passing)
+            return len(seen) == 2
+
+    running = WatchedPass(Inner(), watch, routing)
+    assert [running.advance(0.1), running.advance(0.1)] == [False, True]
+    assert seen == [True, True]
+    assert not routing.passing
+    if watch is not None:
+        watch.close()
 
 
 @pytest.mark.slow

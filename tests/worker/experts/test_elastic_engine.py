@@ -12,6 +12,7 @@ import pytest
 from memory.device.residency import Lane
 from tests.helpers.paging import replay_steps, same_results
 from tests.helpers.quantized import converted_folder
+from tests.helpers.scheduling import optimist
 from worker.api import GenerateRequest, SamplingParams, WorkerSnapshot
 from worker.config import WorkerConfig
 from worker.engines.native import NativeEngine
@@ -161,3 +162,46 @@ def test_deterministic_answers_do_not_depend_on_places_or_passes() -> None:
         answers.append(asyncio.run(ask(engine)))
         engine.close()
     assert answers[0] == answers[1] == answers[2]
+
+
+def test_deterministic_answers_survive_a_memory_that_is_too_small() -> None:
+    """Places that requests take, prompts by passes, prefixes found again, requests sent back, a host tier, all at once:
+    the tokens of everything resident in a memory for all."""
+    folder = str(converted_folder("qwen3_5_moe", "int4"))
+    answers, retractions, found = [], [], []
+    crowded = {"experts": "paged", "pass_tokens": 192, "arena_bytes": 150_000, "host_tier_bytes": 1 << 19}
+    for options in ({"experts": "resident", "arena_bytes": 1 << 22}, crowded):
+        config = WorkerConfig(
+            model=folder,
+            device="cpu",
+            num_threads=1,
+            max_step_tokens=128,
+            max_running=6,
+            deterministic=True,
+            **options,  # type: ignore[arg-type]
+        )
+        make = (
+            (lambda given: ModelRunner(given, table_experts)) if config.experts == "resident" else ModelRunner
+        )
+        engine = NativeEngine(config, make, audit=True)
+        engine._scheduler._admission.forecast = optimist()
+
+        async def ask(engine: NativeEngine) -> list[list[int]]:
+            async def one(wave: int, n: int) -> list[int]:
+                sampling = SamplingParams(max_tokens=40, temperature=0.8, seed=n)
+                tokens = tuple((n % 3 * 37 + i * 11) % 230 + 20 for i in range(100 + 9 * n))
+                engine.submit(GenerateRequest(f"{wave}.{n}", tokens, sampling))
+                return [t async for event in engine.stream(f"{wave}.{n}") for t in event.token_ids]
+
+            waves = [
+                await asyncio.gather(*(one(wave, n) for n in range(most))) for wave, most in enumerate((3, 1))
+            ]
+            return [tokens for wave in waves for tokens in wave]
+
+        answers.append(asyncio.run(ask(engine)))
+        retractions.append(engine.snapshot().num_retractions)
+        found.append(engine.snapshot().cached_tokens)
+        engine.close()
+    assert answers[0] == answers[1]
+    assert retractions[0] == 0 < retractions[1], "memory was never short"
+    assert found[1] > 0, "no prefix was found again"

@@ -19,7 +19,7 @@ CONVERSATIONS = 2
 
 @pytest.mark.slow
 def test_conversations_land_where_placement_says_and_return_to_their_prefixes(serve_url: str) -> None:
-    service = Service("affine", serve_url, options_of(expert_affinity=True))
+    service = Service("affine", serve_url, options_of("by_use"))
     service.deploy()
     try:
         service.wait_until_whole(REPLICAS, 1, DEPLOY_S)

@@ -385,17 +385,18 @@ class Residency:
         """What does not hold, between steps: addresses and owners must be a bijection, banned places without owner.
         Looks at values, so the host waits."""
         problems = []
-        address, host = self._flat_address[:-1], self._host.flatten()
+        # One copy each: a look at one value on a GPU would wait for it alone.
+        address, host, owner = (t.cpu() for t in (self._flat_address[:-1], self._host.flatten(), self.owner))
         place = torch.div(address - self._base, self._place_bytes, rounding_mode="floor")
         for flat in (address != host).nonzero().flatten().tolist():
             at = int(place[flat])
             name = f"layer row {flat // self._experts}, expert {flat % self._experts}"
             if not 0 <= at < self.num_places or int(address[flat]) != self._base + at * self._place_bytes:
                 problems.append(f"{name}: its address is neither the host's nor a place's")
-            elif int(self.owner[at]) != flat:
-                problems.append(f"{name}: place {at} belongs to {int(self.owner[at])}")
-        for at in (self.owner >= 0).nonzero().flatten().tolist():
-            flat = int(self.owner[at])
+            elif int(owner[at]) != flat:
+                problems.append(f"{name}: place {at} belongs to {int(owner[at])}")
+        for at in (owner >= 0).nonzero().flatten().tolist():
+            flat = int(owner[at])
             if int(address[flat]) != self._base + at * self._place_bytes:
                 problems.append(f"place {at}: its owner {flat} is read elsewhere")
         return problems

@@ -58,7 +58,7 @@ def num_serving(proc: Path = PROC) -> int:
 
 def drain(node: Node, seconds: float) -> None:
     """Asks Ray to move everything off the node within ``seconds``. RuntimeError when it refuses."""
-    # Private to Ray: `ray drain-node` is a hidden command around the same call. Serve acts on it since 2.10.
+    # Private to Ray: `ray drain-node` is a hidden command around the same call.
     from ray._raylet import GcsClient
     from ray.core.generated import autoscaler_pb2
 

@@ -54,7 +54,8 @@ test-gpu: $(WEIGHTS)  ## what needs a CUDA device, with the machine's own torch;
 		tests/kernels tests/memory tests/worker
 
 soak: $(READY) $(WEIGHTS)  ## long property runs and fault drills
-	$(PYTEST) -m "soak and not gpu" --timeout 3600 -s
+	$(PYTEST) -n 2 --timeout 1800 --durations 5 -m "soak and not gpu and not ray"
+	$(PYTEST) --timeout 1800 -s -m "soak and ray and not gpu"
 
 bench: $(READY) $(WEIGHTS)  ## the benchmarks that need no GPU, into benchmarks/results
 	@for name in $(BENCHMARKS); do $(RUN)/python -m benchmarks.$$name --json benchmarks/results/$$name.json || exit 1; done

@@ -36,11 +36,13 @@ def test_a_round_of_all_faults_loses_and_leaves_nothing(serve_url: str, tmp_path
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1800)
 def test_ten_minutes_of_faults_on_both_transports_lose_and_leave_nothing(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     command = [sys.executable, "-m", "benchmarks.fault_soak", "--minutes", "10", "--json", str(report)]
-    done = subprocess.run(command, cwd=ROOT, check=False)
+    # Five minutes each, and what deploying, the last fault and settling take on a busy machine.
+    done = subprocess.run(command, cwd=ROOT, check=False, timeout=1700)
+    assert report.is_file(), "it did not come to its end: see above"
     found = json.loads(report.read_text())
     assert found["problems"] == []
     assert done.returncode == 0

@@ -11,6 +11,7 @@ RESCUE = "tests/memory/test_rescue.py"
 PASSES = "tests/worker/scheduling/test_prefill_passes.py"
 STAGED = "tests/worker/experts/test_prefill_passes.py"
 PRICES = "tests/worker/scheduling/test_pass_prices.py"
+BENCHMARK = "tests/benchmarks/test_elastic.py"
 REPLAY = "tests/benchmarks/test_expert_replay.py"
 
 FAULTS = [
@@ -270,6 +271,34 @@ FAULTS = [
         old="end = min(total, (number + window + 1) * num_layers)",
         new="end = total",
         tests=(f"{REPLAY}::test_foresight_of_everything_is_beladys_rule_and_more_of_it_is_no_worse",),
+    ),
+    Fault(
+        "elastic benchmark: a long context counts as a stall",
+        "benchmarks.elasticity.stalls",
+        old="self.base_s[rows] + self.token_s * step.kv_tokens",
+        new="self.base_s[rows]",
+        tests=(f"{BENCHMARK}::test_a_stall_is_what_neither_rows_nor_context_nor_misses_explain",),
+    ),
+    Fault(
+        "elastic benchmark: what a lane costs beyond the link is part of the limit",
+        "benchmarks.elasticity.stalls",
+        old=" - max(0.0, layer_s) * missing",
+        new="",
+        tests=(f"{BENCHMARK}::test_a_stall_is_what_neither_rows_nor_context_nor_misses_explain",),
+    ),
+    Fault(
+        "elastic benchmark: steps beside passes count as calm",
+        "benchmarks.elasticity.stalls",
+        old="not (self.banned_bytes or self.beside_pass)",
+        new="not self.banned_bytes",
+        tests=(f"{BENCHMARK}::test_a_stall_is_what_neither_rows_nor_context_nor_misses_explain",),
+    ),
+    Fault(
+        "elastic benchmark: a replayed pass takes what streams take",
+        "benchmarks.elasticity.stage",
+        old="            self._routing.passing = True\n",
+        new="            self._routing.passing = self._watch is not None\n",
+        tests=(f"{BENCHMARK}::test_a_pass_takes_what_prompts_take_where_all_is_resident_too",),
     ),
     Fault(
         "elastic benchmark: what came after the phase counts",

@@ -55,7 +55,7 @@ def test_a_stall_is_what_neither_rows_nor_context_nor_misses_explain() -> None:
     machine = Machine(LinkCurve.at_rate(5_000_000, 1e9), 5_000_000)
     calm = [step_of(4, 0.010 + 1e-6 * tokens, tokens) for tokens in (0, 1000, 3000, 5000)]
     calm += [step_of(8, 0.020 + 1e-6 * tokens, tokens) for tokens in (0, 2000, 4000)]
-    calm += [step_of(4, 0.016, misses=1)] * 3
+    calm += [step_of(4, 0.016, misses=1)] * 6
 
     def stall_ms(step: StepFacts) -> float:
         return 1e3 * find_stalls([*calm, step], machine)[0].seconds

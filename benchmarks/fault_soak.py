@@ -36,7 +36,7 @@ ROUTERS = 2
 CLIENTS = 10
 LONGEST = 60
 """Most tokens of an ordinary answer."""
-WHOLE_S = 60.0
+WHOLE_S = 120.0
 """The service is whole again within so long of a fault, or something is wrong."""
 ARENA_BYTES = 48 << 20
 GROWTH_MB = 40.0

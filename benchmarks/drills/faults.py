@@ -21,7 +21,7 @@ TELL_S = 1.0
 """A stream whose worker dies ends with an error event within so long."""
 NOTICE_S = 8.0
 """The same where the worker only stands still: five seconds of silence, and the time to look."""
-REPLACED_S = 60.0
+REPLACED_S = 120.0
 PROMPT_S = 0.9
 """A prompt of the longest question takes longer than this."""
 GONE_S = 20.0

@@ -108,7 +108,8 @@ def test_a_worker_whose_engine_died_gets_no_more_requests(tmp_path: Path) -> Non
     async def use(cluster: Cluster) -> None:
         dead = cluster.replicas["replica0"]
         dead.engine._die("the test killed it")
-        await asyncio.sleep(0.1)  # it reports on, as a Worker does until Serve has replaced it
+        # It reports on, as a Worker does until Serve has replaced it.
+        await soon(lambda: any(report.snapshot.draining for report in cluster.dispatcher.live_reports()))
         before = dead.num_calls
         answers = await asyncio.gather(*(cluster.client.post(CHAT, json=BODY) for _ in range(8)))
         assert {answer.status_code for answer in answers} == {200}

@@ -18,7 +18,6 @@ from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
 from serve_app.deployments.backend import Telemetry
 from serve_app.telemetry.spans import WithoutBackground, is_background, span_processors
 from serve_app.telemetry.tracing import Tracing
-from tests.helpers.eventually import soon
 from tests.helpers.tokenizers import scripted, write_model_folder
 from tests.serve_app.in_process import Cluster, served
 from worker.api import FinishReason, GenerateRequest, RequestTimeline
@@ -190,8 +189,7 @@ def test_a_stream_whose_client_leaves_ends_its_spans(tmp_path: Path) -> None:
 
     async def use(cluster: Cluster) -> None:
         stream = asyncio.create_task(cluster.client.post(CHAT, json={**BODY, "stream": True}))
-        await soon(cluster.num_live)
-        await asyncio.sleep(0.05)
+        await cluster.flowing(3)
         stream.cancel()
         await asyncio.gather(stream, return_exceptions=True)
 

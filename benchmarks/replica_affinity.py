@@ -7,7 +7,7 @@ resident where requests end, and with it learning from what the workers say that
 router is the same. Bytes paged in are the engines' own counters, from the moment that every domain has
 been seen. ``overlap`` is how much of one domain's expert choices falls on another's twelve most used experts of each
 layer: where domains used the same experts there would be nothing to save. With a replica for each tenant to be at home
-on, what the term learns from makes no difference; it does where a tenant must leave its home.
+on, what the term learns from makes no difference; it does where a tenant loses its home or cannot be taken there.
 """
 
 from __future__ import annotations

@@ -185,4 +185,14 @@ FAULTS = [
         new='{calm_s:.0f} s", inputs.now_s, target)',
         tests=(f"{_TESTS}/test_autoscaling.py::test_the_wish_to_shrink_stands_until_the_target_follows",),
     ),
+    Fault(
+        "a tenant that lost its home settles anywhere",
+        "serve_app.policies.placement",
+        old="            near = _with_fewest_missing(near)\n",
+        new="            pass\n",
+        tests=(
+            "tests/serve_app/policies/test_placement.py"
+            "::test_a_tenant_that_lost_its_home_settles_where_its_experts_are",
+        ),
+    ),
 ]

@@ -331,7 +331,7 @@ class Placement:
         near_ms = best_ms * (1 + rules.stay_share) + rules.stay_ms
         near = {c.view.replica_id: c for c in candidates if c.total_ms <= near_ms}
         if home is None:
-            home = self._tenants_home(facts, list(near))
+            home = self._tenants_home(facts, list(near.values()))
         if home in near:
             return near[home]
         near_ms = best_ms * (1 + rules.tie_share) + rules.tie_ms
@@ -339,14 +339,18 @@ class Placement:
         drawn = self._random.sample(ties, min(2, len(ties)))
         return min(drawn, key=lambda candidate: (candidate.num_active, candidate.total_ms))
 
-    def _tenants_home(self, facts: RequestFacts, near: Sequence[str]) -> str | None:
-        """Where a new conversation's user or tenant is at home; None where experts are no matter."""
-        paged = self._config.expert_affinity and any(self._costs[name].expert_bytes for name in near)
-        return (
-            self._tenants.home(facts.affinity_keys[1], near)
-            if paged and len(facts.affinity_keys) > 1
-            else None
+    def _tenants_home(self, facts: RequestFacts, near: list[_Candidate]) -> str | None:
+        """Where a new conversation's user or tenant is at home; None where experts are no matter. One that lost its
+        home settles where the fewest of its experts are missing."""
+        paged = self._config.expert_affinity and any(
+            self._costs[candidate.view.replica_id].expert_bytes for candidate in near
         )
+        if not paged or len(facts.affinity_keys) < 2:
+            return None
+        tenant = facts.affinity_keys[1]
+        if self.experts.profile([tenant]) is not None:
+            near = _with_fewest_missing(near)
+        return self._tenants.home(tenant, [candidate.view.replica_id for candidate in near])
 
     def _book(self, facts: RequestFacts, chosen: _Candidate, now_s: float) -> Choice:
         ticket, name = self._next_ticket, chosen.view.replica_id

@@ -300,6 +300,29 @@ def test_what_was_used_decides_and_not_what_was_resident_where_it_ran() -> None:
     assert chosen(placement.choose(facts([4], "new right", "right"), 1.0)) == "b"
 
 
+def test_a_tenant_that_lost_its_home_settles_where_its_experts_are() -> None:
+    experts = {"a": HALF_A, "b": HALF_B, "c": HALF_A}
+    placement = placement_with(
+        EXPERTS, **{name: {"experts": residency(bits, 1)} for name, bits in experts.items()}
+    )
+
+    numbers = iter(range(100))
+
+    def settle(tenant: str, used: bytes, others: set[str]) -> str:
+        for _ in range(4):
+            answer = placement.choose(facts([1], f"{tenant} {next(numbers)}", tenant), 0.0, exclude=others)
+            assert isinstance(answer, Choice)
+            placement.done(answer.ticket, 0.0, Outcome(True, used_expert_bits=used))
+        return answer.replica_id
+
+    assert settle("left", HALF_A, {"b", "c"}) == "a"
+    assert settle("right", HALF_B, {"a", "c"}) == "b"
+    assert [settle(name, HALF_A, {"a", "b"}) for name in ("one", "two")] == ["c", "c"]
+    placement.remove("a")
+    # The fewest are at home on b, but what it uses is on c.
+    assert settle("left", HALF_A, set()) == "c"
+
+
 def test_without_a_report_of_use_the_residency_at_the_end_is_learned_from() -> None:
     placement = placement_with(EXPERTS, a={"experts": residency(HALF_A, 1)})
     for _ in range(6):

@@ -205,4 +205,6 @@ TestLedgerMachine.settings = _SETTINGS
 @pytest.mark.parametrize("part", range(22))
 def test_two_hundred_thousand_acts(part: int) -> None:
     """In parts, since a run's record of draws grows with it."""
-    run_state_machine_as_test(LedgerMachine, settings=settings(_SETTINGS, max_examples=200))
+    run_state_machine_as_test(
+        LedgerMachine, settings=settings(_SETTINGS, max_examples=200, derandomize=False)
+    )

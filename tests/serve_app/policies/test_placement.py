@@ -301,11 +301,10 @@ def test_what_was_used_decides_and_not_what_was_resident_where_it_ran() -> None:
 
 
 def test_a_tenant_that_lost_its_home_settles_where_its_experts_are() -> None:
-    experts = {"a": HALF_A, "b": HALF_B, "c": HALF_A}
-    placement = placement_with(
-        EXPERTS, **{name: {"experts": residency(bits, 1)} for name, bits in experts.items()}
-    )
-
+    cheap = CostModel(prefill_tokens_per_s=1_000.0, expert_bytes=1.0)
+    placement = Placement(PlacementConfig(costs=cheap, block_tokens=4), seed=1)
+    for name, bits in (("a", HALF_A), ("b", HALF_B), ("c", HALF_A)):
+        placement.report(name, snapshot(1, experts=residency(bits, 1)), 0.0)
     numbers = iter(range(100))
 
     def settle(tenant: str, used: bytes, others: set[str]) -> str:

@@ -4,6 +4,7 @@ which Serve reads when it is first imported."""
 from __future__ import annotations
 
 import os
+import random
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,21 @@ SURROUNDINGS = {
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "30",
 }
 LOGICAL_CPUS = 4
+PORTS = range(20_000, 32_000)
+"""Above those of Ray's workers, below those that systems hand out by themselves: whoever takes one of these must name
+it, so that a port which is free now is still free when Serve's proxy has started."""
+
+
+def free_port() -> int:
+    """A port that nothing listens on."""
+    for port in random.sample(PORTS, len(PORTS)):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise OSError(f"no port of {PORTS} is free")
 
 
 @contextmanager
@@ -36,9 +52,7 @@ def running_cluster(transport: str) -> Iterator[str]:
     import ray
     from ray import serve
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     ray.init(
         "local",
         num_cpus=LOGICAL_CPUS,

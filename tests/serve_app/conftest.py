@@ -7,7 +7,6 @@ application; each gets a route prefix of its own. Only this cluster is ever touc
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.drills.cluster import SURROUNDINGS
+from benchmarks.drills.cluster import SURROUNDINGS, free_port
 from benchmarks.drills.figures import by_router
 from benchmarks.drills.processes import titles
 from tests.helpers.eventually import eventually
@@ -62,14 +61,6 @@ class ServedApp:
 
 
 Deploy = Callable[..., ServedApp]
-
-
-def free_port() -> int:
-    """A port that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,9 +26,8 @@ from schemathesis.specs.openapi.checks import (
 
 from serve_app.http.access import AccessRules
 from serve_app.http.routes import create_app
-from tests.helpers.eventually import ends, eventually
+from tests.helpers.eventually import PATIENCE_S, ends, eventually
 from tests.helpers.tokenizers import JSON_TOOLS_TEMPLATE, MARKS, byte_tokenizer, scripted, write_model_folder
-from tests.serve_app.conftest import free_port
 from tests.serve_app.in_process import running_cluster
 
 USER = [{"role": "user", "content": "hi"}]
@@ -75,12 +75,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def wait_until_it_answers(url: str) -> None:
-    """Returns once the port is open."""
+    """Returns once somebody answers there."""
 
     def answers() -> bool:
         try:
             return httpx.get(url + "/health", timeout=20).status_code == 200
-        except httpx.ConnectError:
+        except httpx.TransportError:
             return False
 
     eventually(answers)
@@ -89,27 +89,25 @@ def wait_until_it_answers(url: str) -> None:
 @pytest.fixture(scope="module")
 def url(folder: Path) -> Iterator[str]:
     """The service on a port of its own, in a thread with its own event loop."""
-    port = free_port()
-    ready, stop = threading.Event(), threading.Event()
+    listening = socket.create_server(("127.0.0.1", 0))
+    stop = threading.Event()
 
     async def run() -> None:
         async with running_cluster(folder, max_running=64, max_queue=1000) as cluster:
             app = create_app(cluster.backend, AccessRules())
-            server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", lifespan="off"))
-            serving = asyncio.create_task(server.serve())
-            ready.set()
+            server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
+            serving = asyncio.create_task(server.serve(sockets=[listening]))
             await asyncio.to_thread(stop.wait)
             server.should_exit = True
             await serving
 
     thread = threading.Thread(target=asyncio.run, args=(run(),), daemon=True)
     thread.start()
-    assert ready.wait(20)
-    url = f"http://127.0.0.1:{port}"
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     wait_until_it_answers(url)
     yield url
     stop.set()
-    thread.join(10)
+    thread.join(PATIENCE_S)
 
 
 def test_every_operation_of_the_document_keeps_its_word(url: str) -> None:

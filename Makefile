@@ -10,6 +10,8 @@ READY := $(VENV)/.ready
 WEIGHTS := demo/model/model.safetensors
 # One thread per test process: two processes share two cores, and tiny tensors gain nothing from more.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false RAY_USAGE_STATS_ENABLED=0 HF_HUB_OFFLINE=1
+# Ray starts its processes at nice 15 and gives Serve's proxy five seconds: both too little on a machine that is busy.
+SERVE_ENV := RAY_USAGE_STATS_ENABLED=0 RAY_worker_niceness=0 RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S=60
 PYTEST := $(TEST_ENV) $(RUN)/python -m pytest
 # Those that need neither a GPU nor recorded traces.
 BENCHMARKS := ledger_cost scheduler_cost expert_replay cpu_accuracy cpu_serving streaming_path arena_device
@@ -28,7 +30,7 @@ $(WEIGHTS): $(WEIGHTS).planes
 setup: $(READY) $(WEIGHTS)  ## make .venv from the lock file, restore the demo model
 
 serve: $(READY) $(WEIGHTS)  ## serve the demo model on 127.0.0.1:8000 (MODEL=folder NAME=name SERVE_ARGS="engine=... replicas=...")
-	RAY_USAGE_STATS_ENABLED=0 $(RUN)/serve run serve_app:app model=$(MODEL) served_name=$(NAME) $(SERVE_ARGS)
+	$(SERVE_ENV) $(RUN)/serve run serve_app:app model=$(MODEL) served_name=$(NAME) $(SERVE_ARGS)
 
 # Ray's tests mostly wait, and go first where both could run; the others take what is left of the processors.
 test: $(READY) $(WEIGHTS) lint test-unit  ## everything that needs no GPU

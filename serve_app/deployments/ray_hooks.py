@@ -17,8 +17,6 @@ from importlib import metadata
 from typing import Any
 
 import ray
-from opentelemetry import context as otel_context
-from opentelemetry.context import Context
 from ray import serve
 from ray.exceptions import RayError, RayTaskError
 from ray.serve import context as serve_context
@@ -85,9 +83,7 @@ class PinnedCalls:
         self._trunks.close()
 
     def _trunk(self, replica_id: str, trunk_id: str) -> PinnedStream:
-        # Of all requests and of none: not in the trace of the one that came first.
-        call = out_of_trace(lambda: self._worker.trunk.remote(replica_id, trunk_id))
-        return PinnedStream(in_fresh_context(call))
+        return PinnedStream(in_fresh_context(lambda: self._worker.trunk.remote(replica_id, trunk_id)))
 
     async def ask(self, replica_id: str, question: str, *given: Any) -> Any:
         """Calls ``Worker.<question>`` on that replica."""
@@ -168,17 +164,6 @@ def in_fresh_context(call: Callable[[], Any]) -> Any:
         return call()
 
     return contextvars.copy_context().run(run)
-
-
-def out_of_trace(call: Callable[[], Any]) -> Callable[[], Any]:
-    """``call``, outside of whatever span is current; for use in a context of its own."""
-
-    def run() -> Any:
-        otel_context.attach(Context())
-        tracing_utils.TRACE_STACK.set([])
-        return call()
-
-    return run
 
 
 def versions() -> tuple[str, str, str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import httpx
 import pytest
 
 from benchmarks.drills.clients import Cut, Question, Told, ask
+from benchmarks.drills.heartbeat import HOPS, MOST_S, Heartbeat
 from benchmarks.fault_soak import Outcome, figures_of, unexplained
 
 STREAM = 'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
@@ -23,8 +25,6 @@ async def _asked(status: int, body: str, question: Question, headers: dict[str, 
 
 def judge(status: int, body: str, question: Question, **more: str) -> str:
     """How an answer is judged."""
-    import asyncio
-
     try:
         return asyncio.run(_asked(status, body, question, more or None))
     except Told as told:
@@ -63,6 +63,24 @@ def test_a_refusal_brings_its_time_and_a_client_that_leaves_has_left() -> None:
     refused = json.dumps({"error": {"message": "m", "code": "overloaded"}})
     assert judge(429, refused, Question("hello", 3), **{"retry-after": "2"}) == "told 429 overloaded 2"
     assert judge(200, STREAM * 5, Question("hello", 9, leave_after=2)) == "left"
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.3, 60.0])
+def test_what_is_late_for_the_machines_sake_is_allowed_for(late_s: float) -> None:
+    async def late(request: httpx.Request) -> httpx.Response:
+        await asyncio.sleep(late_s)
+        return httpx.Response(200)
+
+    async def allowance_s() -> float:
+        transport = httpx.MockTransport(late)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            async with Heartbeat(http) as heart:
+                await asyncio.sleep(0.4)
+            return heart.allowance_s
+
+    # A beat that has not ended counts, too, and nothing is excused for more than a bound.
+    assert HOPS * min(late_s, 0.3) <= asyncio.run(allowance_s()) <= MOST_S
+    assert late_s or any(asyncio.run(allowance_s()) < 0.3 for _ in range(10)), "nothing is late"
 
 
 def test_a_fault_explains_what_it_may_mar_and_for_a_while_only() -> None:

@@ -42,7 +42,7 @@ from benchmarks.elasticity.phases import Phase, PhaseLog, Prompt, recovered_s
 from benchmarks.elasticity.prefill import NUM_STREAMS, PrefillTimes
 from benchmarks.elasticity.routing import ImposedRouting, Routing
 from benchmarks.elasticity.stage import Run, Setup, Stage, count_wrong
-from benchmarks.elasticity.stalls import Machine, Stall, StepFacts, find_stalls
+from benchmarks.elasticity.stalls import Machine, StepFacts, find_stalls
 from benchmarks.report import Conditions, Report, Value, publish, report_parser
 from benchmarks.shapes import cut_folder
 from worker.config import WorkerConfig
@@ -54,7 +54,6 @@ ASKED_SECONDS = 30.0
 """Phases of a full run; shorter ones call themselves reduced."""
 MOST_STEPS = 1 << 30
 WORST_STALLS = 10
-MANY = 64
 ROOM_TOKENS = 1024
 """Beyond the longest prompt."""
 
@@ -308,27 +307,26 @@ def make_report(options: argparse.Namespace, setup: Setup, found: Found, wrong_t
     ]
     if wrong_tokens is not None and options.replay_steps < MOST_STEPS and not options.replay_seconds:
         notes.append(f"wrong_tokens: of the first {options.replay_steps} steps of the elastic run")
-    if found.machine.curve is not None:
-        one_s, many_s = found.machine.curve.seconds(1), found.machine.curve.seconds(MANY)
-        one, many = found.place_bytes / one_s, MANY * found.place_bytes / many_s
-        notes.append(
-            f"limits of steps: one expert at {one / 1e9:.1f} GB/s, {MANY} of a layer at {many / 1e9:.1f},"
-            f" by programs or the copy engine, whichever is faster; memory {found.machine.memory_bytes_per_s / 1e12:.2f} TB/s"
-        )
+    notes += found.machine.lines()
     if options.replay_seconds:
         notes.append(f"wrong_tokens: of a round of phases of {options.replay_seconds:g} s ahead of the run")
-    notes += stall_notes(find_stalls(found.facts, found.machine), found.facts)
+    notes += stall_notes(found.facts, found.machine)
     rows = report_rows(found, setup.phases, more)
     return Report("elastic", conditions_of(options), tuple(rows), tuple(notes))
 
 
-def stall_notes(stalls: Sequence[Stall], facts: Sequence[StepFacts]) -> list[str]:
+def stall_notes(facts: Sequence[StepFacts], machine: Machine) -> list[str]:
     """What the worst steps contained."""
-    if not stalls:
+    stalls, calm = find_stalls(facts, machine), find_stalls(facts, machine, calm=True)
+    if not stalls or not calm:
         return []
-    calm = sum(step.is_calm for step in facts)
-    lines = [f"{len(facts)} decode steps, {calm} calm, {len(stalls)} of the others banned places; the worst:"]
-    return lines + [stall.line() for stall in stalls[:WORST_STALLS]]
+    usual = (
+        f"the worst {1e3 * calm[0].seconds:+.2f} ms, of a hundred {1e3 * calm[len(calm) // 100].seconds:+.2f}"
+    )
+    return [
+        f"{len(facts)} decode steps, {len(calm)} calm ({usual}), {len(stalls)} of the others banned places; the worst:",
+        *(stall.line() for stall in stalls[:WORST_STALLS]),
+    ]
 
 
 def least_places(run: Run, log: PhaseLog) -> float:

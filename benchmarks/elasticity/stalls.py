@@ -88,6 +88,19 @@ class Machine:
             0.0, [(n, hit * each_s) for n, hit in zip(step.misses, step.hits, strict=True)], self.curve
         )
 
+    def lines(self) -> list[str]:
+        """The same in words; nothing where the link is simulated."""
+        if self.curve is None:
+            return []
+        rates = (
+            f"{count} at {count * self.block_bytes / self.curve.seconds(count) / 1e9:.1f} GB/s"
+            for count in (1, 64)
+        )
+        return [
+            f"limits of steps: experts of a layer come {', '.join(rates)}, by programs or the copy engine, whichever"
+            f" is faster; memory {self.memory_bytes_per_s / 1e12:.2f} TB/s"
+        ]
+
     @property
     def token_s(self) -> tuple[float, float]:
         """Least and most seconds that a token of context takes."""
@@ -177,12 +190,13 @@ def _slopes(
     return float(found[-2]) / scale, float(found[-1])
 
 
-def find_stalls(steps: Sequence[StepFacts], machine: Machine) -> list[Stall]:
-    """Of the steps that banned places, the worst first; those that cannot be compared are left out."""
+def find_stalls(steps: Sequence[StepFacts], machine: Machine, calm: bool = False) -> list[Stall]:
+    """Of the steps that banned places, the worst first; those that cannot be compared are left out. ``calm``: of calm
+    steps in their place, which says what such steps differ by anyway."""
     resident = fit_resident(steps, machine)
     found = []
     for step in steps:
-        resident_s = resident.seconds(step) if step.banned_bytes else None
+        resident_s = resident.seconds(step) if (step.is_calm if calm else step.banned_bytes) else None
         if resident_s is not None:
             found.append(Stall(step, resident_s, machine.link_s(step)))
     return sorted(found, key=lambda stall: -stall.seconds)

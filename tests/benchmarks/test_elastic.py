@@ -65,6 +65,7 @@ def test_a_stall_is_what_neither_rows_nor_context_nor_misses_explain() -> None:
     assert stall_ms(step_of(5, 0.017, 3000, 0, 1)) == pytest.approx(4.0), "not against steps of fewer rows"
     assert find_stalls([*calm, step_of(3, 9.0, banned=1)], machine) == [], "nothing to compare it with"
     assert find_stalls(calm, machine) == []
+    assert 1e3 * find_stalls(calm, machine, calm=True)[0].seconds == pytest.approx(1.0), "a layer that misses"
     beside = [replace(step, beside_pass=True, seconds=1.0) for step in calm]
     assert find_stalls([*beside, step_of(4, 0.017, banned=1)], machine) == []
 
@@ -75,6 +76,7 @@ def test_hits_hide_their_share_of_the_link_and_context_costs_no_less_than_its_by
     found = find_stalls([*calm, step_of(4, 0.020, 1000, 1, 1)], machine)[0]
     assert found.link_s == pytest.approx(0.005 - 8 * 0.25e-3)
     assert found.resident_s == pytest.approx(0.010 + 1000 * 1e-6), "its slope was made up"
+    assert "1 at 1.0 GB/s, 64 at 1.0 GB/s" in machine.lines()[0]
 
 
 def test_goodput_counts_prompts_as_far_as_they_came() -> None:

@@ -195,4 +195,13 @@ FAULTS = [
             "::test_a_tenant_that_lost_its_home_settles_where_its_experts_are",
         ),
     ),
+    Fault(
+        "residency blurs what is known of use",
+        "serve_app.policies.placement",
+        old="        if used is None and self._use_is_told:\n",
+        new="        if False:\n",
+        tests=(
+            "tests/serve_app/policies/test_placement.py::test_residency_does_not_blur_what_is_known_of_use",
+        ),
+    ),
 ]

@@ -5,8 +5,8 @@ learning and predicting are a few operations on whole numbers. The sample takes 
 an odd stride, at most :data:`SAMPLE_BYTES` of them: 384 bytes a key for a model of 48 x 128 experts.
 
 Evidence is the bitmap of experts that a request used where the worker reports one (``TokenEvent.used_expert_bits``).
-Otherwise, also for an answer that a stop string or its client ended, it is the replica's residency at that time: it
-holds the neighbours' experts too, but only a key's own are there every time.
+Otherwise it is the replica's residency when the request ended: it holds the neighbours' experts too, but only a key's
+own are there every time.
 """
 
 from __future__ import annotations

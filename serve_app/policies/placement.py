@@ -170,6 +170,7 @@ class Placement:
         self._link = LinkModel()
         self.prefixes = PrefixAffinity(config.block_tokens)
         self.experts = ExpertAffinity()
+        self._use_is_told = False
         self._tenants = TenantHomes()
 
     # -- replicas -----------------------------------------------------------------------------------------------
@@ -261,9 +262,7 @@ class Placement:
             self._new_tokens += OUTPUT_WEIGHT * (outcome.generated_tokens - self._new_tokens)
         if outcome.cached_tokens is not None and outcome.cached_tokens + self._block <= placed.hit_tokens:
             self.prefixes.forget_until(view.replica_id, placed.last_use)
-        used = outcome.used_expert_bits or view.resident_bits
-        if used is not None and facts.affinity_keys:
-            self.experts.observe(facts.affinity_keys, used)
+        self._learn_experts(facts.affinity_keys, outcome.used_expert_bits, view.resident_bits)
 
     def expire(self, now_s: float) -> int:
         """Ends tickets older than their time to live; answers how many leaked."""
@@ -277,6 +276,16 @@ class Placement:
         return len(leaked)
 
     # -- inside -------------------------------------------------------------------------------------------------
+
+    def _learn_experts(self, keys: Sequence[str], used: bytes | None, resident: bytes | None) -> None:
+        """Where workers say what requests used, what was resident teaches only those of whom nothing better is known:
+        an answer that a stop string ended comes without."""
+        self._use_is_told |= used is not None
+        if used is None and self._use_is_told:
+            keys = [key for key in keys if self.experts.profile([key]) is None]
+        evidence = used or resident
+        if evidence is not None and keys:
+            self.experts.observe(keys, evidence)
 
     @property
     def _block(self) -> int:

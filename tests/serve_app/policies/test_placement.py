@@ -300,6 +300,24 @@ def test_what_was_used_decides_and_not_what_was_resident_where_it_ran() -> None:
     assert chosen(placement.choose(facts([4], "new right", "right"), 1.0)) == "b"
 
 
+def test_residency_does_not_blur_what_is_known_of_use() -> None:
+    placement = placement_with(EXPERTS, a={"experts": residency(b"\xff\xff", 1)})
+
+    def end(tenant: str, used: bytes | None) -> None:
+        answer = placement.choose(facts([1, 2, 3], tenant), 0.0)
+        assert isinstance(answer, Choice)
+        placement.done(answer.ticket, 0.0, Outcome(True, used_expert_bits=used))
+
+    for used in (HALF_A, HALF_A, HALF_A, None, None, None, None, None):
+        end("told", used)
+        end("untold", None)
+    told, untold = (placement.experts.profile([tenant]) for tenant in ("told", "untold"))
+    assert told is not None
+    assert untold is not None
+    assert placement.experts.expected_misses(told, HALF_A) == 0
+    assert placement.experts.expected_misses(untold, HALF_A) > 0, "of it nothing better is known"
+
+
 def test_a_tenant_that_lost_its_home_settles_where_its_experts_are() -> None:
     cheap = CostModel(prefill_tokens_per_s=1_000.0, expert_bytes=1.0)
     placement = Placement(PlacementConfig(costs=cheap, block_tokens=4), seed=1)

@@ -24,7 +24,7 @@ from worker.execution.loading import load_model
 from worker.execution.mixed import MixedKey, MixedSizes, MixedSteps
 from worker.execution.prefill_pass import LayerPace, PrefillPass
 from worker.execution.sampler import SampledRows, Sampler, SamplingStep
-from worker.execution.staging import fetch, make_uploads
+from worker.execution.staging import Uploads, fetch, make_uploads
 from worker.execution.timing import StepTimer
 from worker.experts.pager import ExpertPager
 from worker.experts.passes import PassFacts, PassSize, plan_passes, tokens_in_windows
@@ -108,6 +108,7 @@ class ModelRunner:
             config.max_running, self._model.vocab_size, self.model_info.eos_token_ids, self._device
         )
         self._uploads = make_uploads(self._device)
+        self._pass_uploads: Uploads | None = None
         self._arena: Arena | None = None
         self._builder: BatchBuilder | None = None
         self._closed = False
@@ -279,7 +280,9 @@ class ModelRunner:
         assert self._builder is not None
         timer = StepTimer(self._device)
         self._apply(plan)
-        uploads = make_uploads(self._device)  # its own: those of steps are used again by the next step
+        if self._pass_uploads is None:
+            self._pass_uploads = make_uploads(self._device)  # those of steps are used again by the next step
+        uploads = self._pass_uploads
         uploads.begin()
         batch = self._builder.build(plan, self._last_tokens, uploads)
         ring = None if self.pager is None else self.pager.make_ring(plan.ring)
@@ -395,5 +398,5 @@ class ModelRunner:
             return
         self._closed = True
         self.detach_memory()
-        self.pager = None
+        self.pager = self._pass_uploads = None
         del self._model, self._backend, self._decode_backend, self._sampler, self._last_tokens, self._uploads

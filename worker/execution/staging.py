@@ -13,8 +13,8 @@ Array = npt.NDArray[Any]
 Value = TypeVar("Value")
 
 ALIGN_BYTES = 256
-RING = 3
-"""Host buffers in turn: one being filled, and those of the steps in flight."""
+RING = 5
+"""Host buffers in turn: one being filled, those of the steps in flight, and of a pass that begins or ends meanwhile."""
 FIRST_BYTES = 1 << 20
 
 

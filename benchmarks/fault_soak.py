@@ -128,10 +128,9 @@ def options_of(engine: str, scratch: Path) -> dict[str, Any]:
         "prefill_tokens_per_s": 1500.0,
         "bytes_per_token": 1,
         "arena_bytes": 1 << 20,
-        "max_model_len": 8192,
     }
     folder = fake_folder(scratch, script)
-    return {**common, "model": str(folder), "max_model_len": 8192}
+    return {**common, "model": str(folder)}
 
 
 def fake_folder(scratch: Path, script: dict[str, Any]) -> Path:

@@ -19,7 +19,8 @@ the worst ten contained. ``wrong_tokens``: of the elastic run's recorded steps, 
 ``--replay-seconds`` replays a round of shorter phases ahead of the run in its place.
 ``k_recovered_s``: from the burst's end until places are back at 95 % of before. ``prefill.t<n>``: a prompt of n tokens
 beside 4 streams at ``--prefill-at`` experts a layer; ``share`` is max(compute, missing bytes / link) over its time to
-the first token, compute being that time with all experts resident; ``link_busy`` counts what the streams missed
+the first token, compute being that time with all experts resident (``compute_misses``: how many were not);
+``link_busy`` counts what the streams missed
 meanwhile too; ``itl_p99_ratio`` the streams' gaps meanwhile over their undisturbed ones.
 
 With a shape's random weights each stream's experts are imposed (``benchmarks.elasticity.routing``). On a CPU missing
@@ -217,6 +218,7 @@ def prefill_rows(found: Found, lengths: Sequence[int], num_experts: int) -> list
         row["link_busy"] = (link_s + beside_s) / timed.ttft_s
         if full is not None:
             row["compute_ms"] = 1e3 * full.ttft_s
+            row["compute_misses"] = full.read
             row["share"] = max(full.ttft_s, link_s) / timed.ttft_s
         rows.append(row)
         worst = max(worst, timed.busy_p99_s / timed.calm_p99_s)

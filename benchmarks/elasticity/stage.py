@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from benchmarks.elasticity.link import LinkedRunner
 from benchmarks.elasticity.phases import Clock, Driver, Phase, PhaseLog, Progress, Prompt
@@ -18,8 +20,9 @@ from benchmarks.elasticity.watch import StepWatch
 from benchmarks.gpu_engine import copy_bytes_per_s
 from benchmarks.limits import LinkCurve
 from benchmarks.paging.link import link_curve
+from kernels.experts import copy_blocks
 from memory.api import PageKind
-from memory.device.residency import Lane
+from memory.device.residency import FREE, Lane
 from memory.ledger.ledger import ArenaLedger
 from memory.ledger.market import MarketDecision
 from worker.config import WorkerConfig
@@ -31,6 +34,7 @@ from worker.scheduling.recording import RecordedStep
 from worker.scheduling.step import StepPlan, StepResult
 
 FLUSHED_S = 0.2
+SETTLING_TOKENS = 4
 WARM_TOKENS, WARM_S = 300, 3.0
 
 
@@ -218,8 +222,9 @@ class Stage:
         return self.pager.link.bytes_per_s
 
     def fix_places(self, per_layer: int) -> None:
-        """From here on so many experts a layer have places, no more, and pages leave them. Nothing may run; prefixes
-        are forgotten."""
+        """From here on so many experts a layer have places, no more, and pages leave them; places that are free are
+        filled. Nothing may run; prefixes are forgotten."""
+        self.recorder.keep = False
         self.engine.flush_prefix_cache()
         time.sleep(FLUSHED_S)
         ledger = self.engine._ledger
@@ -228,7 +233,18 @@ class Stage:
         ledger._layout.floor_places = per_layer * self.num_layers
         ledger.follow(MarketDecision())  # what the market thought last holds no longer
         self._experts._trades = False
-        self.recorder.keep = False
+
+        if self.holds(SETTLING_TOKENS + 1):
+            self._settle()
+            fill_places(self.pager, per_layer)
+
+    def _settle(self) -> None:
+        """A request or two: the new number of places holds from its first step on."""
+        driver = Driver(self.engine, self.setup.prompt, self.recorder.clock, self._number)
+        prompt = self.setup.prompt(random.Random(self._number), SETTLING_TOKENS)
+        asyncio.run(driver.ask(prompt, 1, PhaseLog("settling", self.recorder.clock())))
+        self._number = driver.num_requests
+        time.sleep(FLUSHED_S)
 
     def holds(self, num_tokens: int) -> bool:
         """Whether a request of so many tokens fits beside the places."""
@@ -299,6 +315,29 @@ class Stage:
     def close(self) -> None:
         """Stops the engine."""
         self.engine.close()
+
+
+@torch.inference_mode()
+def fill_places(pager: ExpertPager, per_layer: int) -> None:
+    """Brings experts until ``per_layer`` of each layer are resident, as far as places are free; between steps. Whoever
+    is used more takes their places soon."""
+    residency, host = pager.residency, pager.host
+    device = residency.owner.device
+    free = (residency.owner == FREE).nonzero().flatten().tolist()
+    resident = residency.resident.cpu()
+    for row, block_bytes in enumerate(host.block_bytes):
+        lacking = (~resident[row]).nonzero().flatten().tolist()
+        lacking = lacking[: min(len(free), max(0, per_layer - int(resident[row].sum())))]
+        if not lacking:
+            continue
+        places = torch.tensor(free[: len(lacking)], device=device)
+        experts = torch.tensor(lacking, device=device)
+        free = free[len(lacking) :]
+        targets = torch.zeros(residency.address.shape[1], dtype=torch.int64, device=device)
+        targets[experts] = residency.address_of(places)
+        residency.vacate(places)
+        copy_blocks(residency.host_address[row], targets, block_bytes)
+        residency.settle(places, experts + row * residency.address.shape[1])
 
 
 def count_wrong(setup: Setup, steps: Sequence[RecordedStep], routing: Routing | None = None) -> int:

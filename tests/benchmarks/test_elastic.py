@@ -184,13 +184,29 @@ def test_the_whole_of_it(tmp_path: Path) -> None:
     assert any(note.startswith("step ") and "banned" in note for note in written["notes"])
 
 
+def check_fixed_places(stage: Stage) -> int:
+    """Whatever has a place is filled, and no decode step or pass is told otherwise; answers the steps kept so far."""
+    kept = len(stage.recorder.steps)
+    stage.fix_places(5)
+    residency = stage.pager.residency
+    assert stage.pager.num_places == 5 * stage.num_layers
+    assert int(residency.resident.sum()) == 5 * stage.num_layers
+    assert residency.audit() == []
+    held = residency.owner[residency.owner >= 0]
+    blocks = [stage.pager.host.block(stage.pager.host.layers[o // 32], o % 32) for o in held.tolist()]
+    grid = stage.recorder.runner.arena.grids["expert"][residency.owner >= 0]  # type: ignore[union-attr]
+    assert all(torch.equal(place[: len(block)], block) for place, block in zip(grid, blocks, strict=True))
+    return kept
+
+
 def test_wrong_tokens_are_counted() -> None:
     setup = make_setup(parse([*BRIEF, "--prefill"]))
     setup = replace(setup, phases=setup.phases[:1])
     stage = Stage(setup, keep=True)
     stage.run()
+    counted = check_fixed_places(stage)
     stage.close()
-    recorded = stage.recorder.steps
+    recorded = list(stage.recorder.steps)
     decoded = stage.recorder.facts
     assert decoded
     assert all(step.host_s >= step.commands_s > 0 for step in decoded)
@@ -203,5 +219,6 @@ def test_wrong_tokens_are_counted() -> None:
         replace(step, result=replace(step.result, token_ids=spoilt)) if step is sampling else step
         for step in recorded
     ]
+    assert counted == len(recorded), "steps at fixed places are not the elastic run's"
     assert count_wrong(setup, recorded) == 0
     assert count_wrong(setup, steps) == 1

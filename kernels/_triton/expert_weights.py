@@ -1,4 +1,5 @@
-"""Reads tiles of an expert's weights, in every format, out of a block at an address, and turns them into numbers.
+"""Reads tiles of an expert's weights, in every format, out of a block at an address, and turns them into numbers; and
+what else all products share: biases and the activation.
 
 Addresses come out of a table, so their alignment is told to the compiler: without it no load is vectorised. Weights
 of eight and four bits become bfloat16 four bytes at a time in inline assembly where the activations are bfloat16 (ASM);
@@ -220,3 +221,23 @@ def zero_cells(zeros, zero_offset, cell, mask, HAS_ZEROS: tl.constexpr):
         return (((pair >> ((cell % 2) * 4).to(tl.int32)) & 0x0F) + zero_offset).to(tl.uint8)
     else:
         return tl.full(cell.shape, 8, tl.uint8)
+
+
+@triton.jit
+def biases_at(at, like, LIKE: tl.constexpr):
+    """Pointer to the biases at an address: of the dtype of ``like``, or bfloat16."""
+    if LIKE:
+        return at.to(tl.pointer_type(like.dtype.element_ty))
+    else:
+        return at.to(tl.pointer_type(tl.bfloat16))
+
+
+@triton.jit
+def activated(gate, up, limit, alpha, ACTIVATION: tl.constexpr):
+    """What stands between the projections, in float32: SwiGLU (0), or GPT-OSS's clamped one."""
+    if ACTIVATION == 0:
+        return gate * tl.sigmoid(gate) * up
+    else:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        return (up + 1.0) * gate * tl.sigmoid(alpha * gate)

@@ -33,6 +33,8 @@ from kernels._triton.expert_tiles import (
     wide_rule,
 )
 from kernels._triton.expert_weights import (
+    activated,
+    biases_at,
     from_e2m1,
     from_fp8,
     from_int4,
@@ -161,18 +163,10 @@ def _gate_up(
             ALIGN, ASM, TEE, COLUMNS, ROWS,
         )  # fmt: skip
         if HAS_BIAS:
-            if KIND == 0:
-                biases = (base + bias).to(tl.pointer_type(x.dtype.element_ty))
-            else:
-                biases = (base + bias).to(tl.pointer_type(tl.bfloat16))
+            biases = biases_at(base + bias, x, KIND == 0)
             gate += tl.load(biases + row, mask=row_ok, other=0.0).to(tl.float32)[:, None]
             up += tl.load(biases + inner + row, mask=row_ok, other=0.0).to(tl.float32)[:, None]
-        if ACTIVATION == 0:
-            result = gate * tl.sigmoid(gate) * up
-        else:
-            gate = tl.minimum(gate, limit)
-            up = tl.minimum(tl.maximum(up, -limit), limit)
-            result = (up + 1.0) * gate * tl.sigmoid(alpha * gate)
+        result = activated(gate, up, limit, alpha, ACTIVATION)
         # For packed weights even elements come first, as `down` wants to read them.
         column = (row % 2) * (inner // 2) + row // 2 if KIND >= 2 else row
         tl.store(
@@ -209,10 +203,7 @@ def _down(
             ALIGN, ASM, TEE, COLUMNS, ROWS,
         )  # fmt: skip
         if HAS_BIAS:
-            if KIND == 0:
-                biases = (base + bias).to(tl.pointer_type(hidden.dtype.element_ty))
-            else:
-                biases = (base + bias).to(tl.pointer_type(tl.bfloat16))
+            biases = biases_at(base + bias, hidden, KIND == 0)
             acc += tl.load(biases + row, mask=row_ok, other=0.0).to(tl.float32)[:, None]
         pair = tl.load(order + place, mask=token_ok, other=0).to(tl.int64)
         tl.store(
@@ -290,8 +281,6 @@ def run_kernel(
 ) -> torch.Tensor:
     """What :func:`run_experts` does once kernel and tiles are chosen."""
     x, weights, experts, table, block, inner, activation, limit, alpha, tee = inputs
-    if kernel == "single":
-        return experts_single.run_experts(*inputs, tiles, ahead)
     if kernel == "one":
         out = experts_one.run_experts(*inputs, tiles, ahead)
     else:
@@ -300,6 +289,8 @@ def run_kernel(
         rest = (x, weights, experts, table, block, inner, activation, limit, alpha, tee, tiles)
         if kernel == "few":
             return experts_few.run_experts(*rest, beside)
+        if kernel == "single":
+            return experts_single.run_experts(*rest)
         if kernel == "wide":
             return experts_wide.run_experts(*rest)
         out = _run_many(*rest)

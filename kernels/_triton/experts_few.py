@@ -24,6 +24,7 @@ from kernels._triton.expert_spans import (
     words_inside,
 )
 from kernels._triton.expert_tiles import FewTiles
+from kernels._triton.expert_weights import activated
 from kernels._triton.experts_group import COPIED_WORDS, combine, copy_words, group_pairs, padded, small_parts
 from kernels._triton.overlap import overlaps
 
@@ -92,13 +93,7 @@ def _end_gate_up(
         at = biases.to(tl.pointer_type(tl.bfloat16)) + row
         gate += tl.load(at, mask=row < INNER, other=0.0).to(tl.float32)[:, None]
         up += tl.load(at + INNER, mask=row < INNER, other=0.0).to(tl.float32)[:, None]
-    if ACTIVATION == 0:
-        result = gate * tl.sigmoid(gate) * up
-    else:
-        gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit)
-        result = (up + 1.0) * gate * tl.sigmoid(alpha * gate)
-    result *= FACTOR
+    result = activated(gate, up, limit, alpha, ACTIVATION) * FACTOR
     tl.store(
         hidden + place.to(tl.int64)[None, :] * hidden_stride + place_of(row, KIND)[:, None],
         result.to(hidden.dtype.element_ty),
@@ -141,18 +136,8 @@ def few_gate_up(
         acc = tl.zeros([ROWS, TOKENS], tl.float32)
         row, row_ok, cells = _gate_up_rows(first_tile, apart, INNER, KIND, SIDE, CELLS, ROWS)
         next_0, next_zero_0, next_1, next_zero_1 = step_scales(
-            0,
-            row_ok,
-            base + gate_scales,
-            cells,
-            base + zeros,
-            zero_offset,
-            KIND,
-            GROUP,
-            CELLS,
-            HAS_ZEROS,
-            SPANS,
-        )
+            0, row_ok, base + gate_scales, cells, base + zeros, zero_offset, KIND, GROUP, CELLS, HAS_ZEROS, SPANS,
+        )  # fmt: skip
         for turn in range(0, TILES * STEPS):
             tile, step = _walked(turn, first_tile, STEPS, TILES)
             row, row_ok, cells = _gate_up_rows(tile, apart, INNER, KIND, SIDE, CELLS, ROWS)
@@ -170,21 +155,9 @@ def few_gate_up(
             if not AHEAD:
                 scale_0, zero_0, scale_1, zero_1 = next_0, next_zero_0, next_1, next_zero_1
             acc = _add_step(
-                acc,
-                words,
-                x_rows,
-                token_ok[None, :],
-                step,
-                scale_0,
-                zero_0,
-                scale_1,
-                zero_1,
-                x,
-                KIND,
-                ASM,
-                ROWS,
+                acc, words, x_rows, token_ok[None, :], step, scale_0, zero_0, scale_1, zero_1, x, KIND, ASM, ROWS,
                 SPANS,
-            )
+            )  # fmt: skip
             if TILES > 1:  # noqa: SIM102 (one is known when the kernel is compiled)
                 if step == STEPS - 1:
                     _end_gate_up(
@@ -291,18 +264,9 @@ def few_down(
             next_tile, next_step = _walked(turn + AHEAD, first_tile, STEPS, TILES)
             row, row_ok, cells = _down_rows(next_tile, WIDTH, KIND, SIDE, CELLS, ROWS)
             next_0, next_zero_0, next_1, next_zero_1 = step_scales(
-                next_step,
-                row_ok,
-                base + scales,
-                cells,
-                base + zeros,
-                zero_offset,
-                KIND,
-                GROUP,
-                CELLS,
-                HAS_ZEROS,
+                next_step, row_ok, base + scales, cells, base + zeros, zero_offset, KIND, GROUP, CELLS, HAS_ZEROS,
                 SPANS,
-            )
+            )  # fmt: skip
             if not AHEAD:
                 scale_0, zero_0, scale_1, zero_1 = next_0, next_zero_0, next_1, next_zero_1
             acc = _add_step(

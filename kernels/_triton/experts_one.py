@@ -16,6 +16,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels._reference.experts import FP8_BLOCK_SIZE, INT4, Ahead, BlockFormat
 from kernels._triton.expert_tiles import Tiles
 from kernels._triton.expert_weights import (
+    activated,
+    biases_at,
     from_e2m1,
     from_fp8_shrunk,
     from_int4,
@@ -173,18 +175,10 @@ def one_gate_up(
     gate = _total(gate_acc, KIND)
     up = _total(up_acc, KIND)
     if HAS_BIAS:
-        if KIND == 0:
-            biases = (base + bias).to(tl.pointer_type(x.dtype.element_ty))
-        else:
-            biases = (base + bias).to(tl.pointer_type(tl.bfloat16))
+        biases = biases_at(base + bias, x, KIND == 0)
         gate += tl.load(biases + row, mask=row_ok, other=0.0).to(tl.float32)
         up += tl.load(biases + up_row, mask=row_ok, other=0.0).to(tl.float32)
-    if ACTIVATION == 0:
-        result = gate * tl.sigmoid(gate) * up
-    else:
-        gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit)
-        result = (up + 1.0) * gate * tl.sigmoid(alpha * gate)
+    result = activated(gate, up, limit, alpha, ACTIVATION)
     if PDL and AHEAD:
         # Not earlier: the launch behind reads ``ahead`` before it waits.
         gdc_wait()
@@ -237,10 +231,7 @@ def one_down(
                 KIND, HAS_ZEROS, ASM,
             )  # fmt: skip
         if HAS_BIAS:
-            if KIND == 0:
-                biases = (base + bias).to(tl.pointer_type(hidden.dtype.element_ty))
-            else:
-                biases = (base + bias).to(tl.pointer_type(tl.bfloat16))
+            biases = biases_at(base + bias, hidden, KIND == 0)
             biased += weight * tl.load(biases + row, mask=read, other=0.0).to(tl.float32)
     total = biased + _total(acc, KIND)
     tl.store(out + row, total.to(out.dtype.element_ty), mask=row < WIDTH)

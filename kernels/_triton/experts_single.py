@@ -2,9 +2,8 @@
 
 As with a few tokens, what a thread reads is its part of the tensor core's left operand; so it is with the inputs, which
 here come in their natural order. The second launch may begin while the first one ends: it has read its weights when the
-first one's results arrive. With ``ahead`` the first launch begins in the same way beside those that bring missing
-experts, and only what misses waits for them. The second one's eight columns are the choices: each row belongs to one,
-and of its products only that one counts.
+first one's results arrive. Its eight columns are the choices: each row belongs to one, and of its products only that
+one counts.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import triton.language as tl
 from triton import knobs
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels._reference.experts import FP8_BLOCK, FP8_BLOCK_SIZE, Ahead, BlockFormat
+from kernels._reference.experts import FP8_BLOCK, FP8_BLOCK_SIZE, BlockFormat
 from kernels._triton.expert_spans import (
     HALF_WAY,
     keep_words,
@@ -26,6 +25,7 @@ from kernels._triton.expert_spans import (
     words_inside,
 )
 from kernels._triton.expert_tiles import SingleTiles
+from kernels._triton.expert_weights import activated
 from kernels._triton.experts_group import copy_words, small_parts
 from kernels._triton.overlap import overlaps
 
@@ -74,30 +74,21 @@ def _same_inputs(x, span, columns, KIND: tl.constexpr):
 
 @triton.jit
 def single_gate_up(
-    x, hidden, table, tee, experts, ahead, first_place, last_place, limit, alpha, gate_up, gate_scales, up_scales,
+    x, hidden, table, tee, experts, limit, alpha, gate_up, gate_scales, up_scales,
     zeros, zero_offset, bias,
     INNER: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, SIDE: tl.constexpr,
     HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, FACTOR: tl.constexpr,
     ASM: tl.constexpr, TEE: tl.constexpr, PDL: tl.constexpr, ROWS: tl.constexpr, SPANS: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """hidden [choices, I] = FACTOR * act(gate @ x, up @ x). A tile has ROWS / 2 rows of gate and of up, by eights."""
-    CACHE: tl.constexpr = ".cg" if AHEAD else ""
-    if PDL and not AHEAD:
+    if PDL:
         gdc_wait()
         gdc_launch_dependents()
     choice = tl.program_id(0)
-    expert = tl.load(experts + choice, cache_modifier=CACHE)
+    expert = tl.load(experts + choice)
     if expert < 0:
-        if PDL and AHEAD:
-            gdc_wait()  # whoever waits for this launch waits for those ahead too
         return
-    base = tl.load(table + expert, cache_modifier=CACHE)
-    if AHEAD:  # noqa: SIM102 (one is known when the kernel is compiled)
-        if (base < first_place) | (base >= last_place):
-            if PDL:
-                gdc_wait()
-            base = tl.load(ahead + expert, cache_modifier=CACHE)
+    base = tl.load(table + expert)
     target = tl.load(tee + expert) if TEE else base * 0
     target = tl.where(target != 0, target + gate_up, 0)
     BYTES: tl.constexpr = WIDTH // 2 if KIND >= 2 else WIDTH
@@ -126,18 +117,8 @@ def single_gate_up(
             keep_words(target, words, step * WORDS, weight_row, mask, BYTES, WORDS)
         scale_0, zero_0, scale_1, zero_1 = next_0, next_zero_0, next_1, next_zero_1
         next_0, next_zero_0, next_1, next_zero_1 = step_scales(
-            step + 1,
-            row_ok,
-            scales,
-            cell_first,
-            base + zeros,
-            zero_offset,
-            KIND,
-            GROUP,
-            CELLS,
-            HAS_ZEROS,
-            SPANS,
-        )
+            step + 1, row_ok, scales, cell_first, base + zeros, zero_offset, KIND, GROUP, CELLS, HAS_ZEROS, SPANS,
+        )  # fmt: skip
         value = (_same_inputs(x, step * SPANS, WIDTH, KIND) * FACTOR).to(x.dtype.element_ty)
         if SPANS == 1:
             acc = weigh_span(acc, words, value, scale_0, zero_0, x, KIND, ASM, ROWS, 4)
@@ -155,17 +136,7 @@ def single_gate_up(
         biases = (base + bias).to(tl.pointer_type(tl.bfloat16))
         gate += tl.load(biases + out_row, mask=out_row < INNER, other=0.0).to(tl.float32)[:, :, None]
         up += tl.load(biases + INNER + out_row, mask=out_row < INNER, other=0.0).to(tl.float32)[:, :, None]
-    if ACTIVATION == 0:
-        result = gate * tl.sigmoid(gate) * up
-    else:
-        gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit)
-        result = (up + 1.0) * gate * tl.sigmoid(alpha * gate)
-    result *= FACTOR
-    if PDL and AHEAD:
-        # Not earlier: the launch behind reads ``ahead`` before it waits.
-        gdc_wait()
-        gdc_launch_dependents()
+    result = activated(gate, up, limit, alpha, ACTIVATION) * FACTOR
     tl.store(
         hidden + choice * INNER + out_row[:, :, None] + 0 * column[None, None, :],
         result.to(hidden.dtype.element_ty),
@@ -181,8 +152,9 @@ def single_down(
     SIDE: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, ASM: tl.constexpr, TEE: tl.constexpr,
     PDL: tl.constexpr, ROWS: tl.constexpr, CHOICES: tl.constexpr, AHEAD: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
-    """out [H] = sum over the choices, in their order, of weight * (down @ hidden + bias). With TEE, programs behind
-    ``row_tiles`` copy the blocks' small parts."""
+    """out [H] = sum over the choices, in an order of its own, of weight * (down @ hidden + bias). With TEE, programs
+    behind ``row_tiles`` copy the blocks' small parts. What tells where weights lie is read before the launch ahead is
+    waited for, which waited for it, and past this multiprocessor's own cache, which may be older."""
     BYTES: tl.constexpr = INNER // 2 if KIND >= 2 else INNER
     CELLS: tl.constexpr = (INNER + GROUP - 1) // GROUP
     SPANS: tl.constexpr = (BYTES + 63) // 64
@@ -208,13 +180,13 @@ def single_down(
     for part in tl.static_range(0, PER_TOKEN, CHOICES):
         choice = part + index // ROWS
         row = tl.program_id(0) * ROWS + index % ROWS
-        expert = tl.load(experts + choice, mask=choice < PER_TOKEN, other=-1)
-        base = tl.load(table + expert, mask=expert >= 0, other=0)
+        expert = tl.load(experts + choice, mask=choice < PER_TOKEN, other=-1, cache_modifier=".cg")
+        base = tl.load(table + expert, mask=expert >= 0, other=0, cache_modifier=".cg")
         row_ok = (row < WIDTH) & (expert >= 0)
         at = tl.multiple_of((base + down).to(tl.pointer_type(tl.int32)), 16)
         at = at[:, None] + (row * (BYTES // 4))[:, None] + tl.arange(0, 16)[None, :]
         if TEE:
-            to = tl.load(tee + expert, mask=expert >= 0, other=0)
+            to = tl.load(tee + expert, mask=expert >= 0, other=0, cache_modifier=".cg")
             target = tl.where(to != 0, to + down, 0)
         cell_first = (row // SIDE if KIND == 1 else row) * CELLS
         acc = tl.zeros([TILE, 8], tl.float32)
@@ -241,17 +213,8 @@ def single_down(
                     to_at, words, mask=words_inside(row_ok, span * 16, BYTES, 16) & (target != 0)[:, None]
                 )
             scale, zero = span_scales(
-                span,
-                row_ok,
-                base + scales,
-                cell_first,
-                base + zeros,
-                zero_offset,
-                KIND,
-                GROUP,
-                CELLS,
-                HAS_ZEROS,
-            )
+                span, row_ok, base + scales, cell_first, base + zeros, zero_offset, KIND, GROUP, CELLS, HAS_ZEROS,
+            )  # fmt: skip
             value = _inputs(x_rows, span, own_ok, INNER, KIND)
             acc = weigh_span(acc, words, value, scale, zero, hidden, KIND, ASM, TILE, 4)
         if HAS_BIAS:
@@ -267,7 +230,6 @@ def single_down(
 def run_experts(
     x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, table: torch.Tensor, block: BlockFormat, inner: int,
     activation: int, limit: float, alpha: float, tee: torch.Tensor | None, tiles: tuple[SingleTiles, SingleTiles],
-    ahead: Ahead | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """See :func:`kernels._triton.experts.run_experts`; x is [1, H], and ``experts_few.serves`` says which blocks."""
     width, per_token = x.shape[1], experts.shape[1]
@@ -284,15 +246,11 @@ def run_experts(
         "INNER": inner, "WIDTH": width, "KIND": block.kind, "SIDE": FP8_BLOCK_SIZE, "TEE": tee is not None,
         "ASM": x.dtype is torch.bfloat16 and not knobs.runtime.interpret, "PDL": overlap, "launch_pdl": overlap,
     }  # fmt: skip
-    behind = table if ahead is None else ahead.table
-    places = (0, 0) if ahead is None else (ahead.first_place, ahead.last_place)
     single_gate_up[(per_token, triton.cdiv(inner, up.rows // 2))](
-        x, hidden, table, copies, experts, behind, *places, limit, alpha, block.gate_up, block.gate_scales,
-        block.up_scales, block.gate_up_zeros, block.zero_offset, block.gate_up_bias, GROUP=groups[0],
+        x, hidden, table, copies, experts, limit, alpha, block.gate_up, block.gate_scales, block.up_scales,
+        block.gate_up_zeros, block.zero_offset, block.gate_up_bias, GROUP=groups[0],
         HAS_ZEROS=block.gate_up_zeros >= 0, HAS_BIAS=block.gate_up_bias >= 0, ACTIVATION=activation,
-        FACTOR=HALF_WAY[block.kind], ROWS=up.rows, SPANS=up.spans, AHEAD=ahead is not None,
-        num_warps=1, num_stages=up.num_stages,
-        **shared,
+        FACTOR=HALF_WAY[block.kind], ROWS=up.rows, SPANS=up.spans, num_warps=1, num_stages=up.num_stages, **shared,
     )  # fmt: skip
     choices = min(8, triton.next_power_of_2(per_token))
     down_rows = max(down.rows, 16 // choices)
@@ -300,7 +258,7 @@ def run_experts(
     parts = small_parts(block, inner, width, x.element_size())
     pieces = triton.cdiv(sum(parts[3:]), WARP_WORDS) if tee is not None else 0
     single_down[(row_tiles + pieces * per_token,)](
-        hidden, weights, out, behind, copies, experts, block.down, block.down_scales, block.down_zeros,
+        hidden, weights, out, table, copies, experts, block.down, block.down_scales, block.down_zeros,
         block.zero_offset, block.down_bias, row_tiles, *parts, PER_TOKEN=per_token, GROUP=groups[1],
         HAS_ZEROS=block.down_zeros >= 0, HAS_BIAS=block.down_bias >= 0, ROWS=down_rows, CHOICES=choices,
         AHEAD=down.num_stages, COPIED=WARP_WORDS, num_warps=1, num_stages=1, **shared,

@@ -15,6 +15,8 @@ from triton import knobs
 from kernels._reference.experts import DENSE, FP8_BLOCK, FP8_BLOCK_SIZE, INT4, MXFP4, BlockFormat
 from kernels._triton.expert_tiles import DECODE_TOKENS, WideTiles
 from kernels._triton.expert_weights import (
+    activated,
+    biases_at,
     from_e2m1,
     from_fp8,
     from_int4,
@@ -129,18 +131,10 @@ def _wide_gate_up(
         row_ok = row < inner
         if HAS_BIAS:
             at = tl.load(table + expert) + bias
-            if BIAS_IS_X:
-                biases = at.to(tl.pointer_type(x.dtype.element_ty))
-            else:
-                biases = at.to(tl.pointer_type(tl.bfloat16))
+            biases = biases_at(at, x, BIAS_IS_X)
             gate += tl.load(biases + row, mask=row_ok, other=0.0).to(tl.float32)[None, :]
             up += tl.load(biases + inner + row, mask=row_ok, other=0.0).to(tl.float32)[None, :]
-        if ACTIVATION == 0:
-            result = gate * tl.sigmoid(gate) * up
-        else:
-            gate = tl.minimum(gate, limit)
-            up = tl.minimum(tl.maximum(up, -limit), limit)
-            result = (up + 1.0) * gate * tl.sigmoid(alpha * gate)
+        result = activated(gate, up, limit, alpha, ACTIVATION)
         tl.store(
             hidden + place.to(tl.int64)[:, None] * inner + row[None, :],
             result.to(hidden.dtype.element_ty),
@@ -180,10 +174,7 @@ def _wide_down(
         row_ok = row < width
         if HAS_BIAS:
             at = tl.load(table + expert) + bias
-            if BIAS_IS_X:
-                biases = at.to(tl.pointer_type(hidden.dtype.element_ty))
-            else:
-                biases = at.to(tl.pointer_type(tl.bfloat16))
+            biases = biases_at(at, hidden, BIAS_IS_X)
             acc += tl.load(biases + row, mask=row_ok, other=0.0).to(tl.float32)[None, :]
         pair = tl.load(order + held).to(tl.int64)
         tl.store(

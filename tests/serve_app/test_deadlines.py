@@ -45,9 +45,11 @@ def error_of(response: Any) -> dict[str, Any]:
 
 def test_a_stream_past_its_deadline_ends_with_an_error_event(slow: Path) -> None:
     async def use(cluster: Cluster) -> None:
+        began_s = time.monotonic()
         response = await ask(cluster, stream=True, **ENDLESS)
+        assert time.monotonic() - began_s >= 0.8, "it ran until then"
         assert error_of(response)["code"] == "deadline_passed"
-        assert response.text.count("content") > 10, "it ran until then"
+        assert response.text.count("content") > 1
         assert cluster.replicas["replica0"].engine.snapshot().num_aborted == 1
 
     served(slow, use, request_timeout_s=0.8)

@@ -46,7 +46,7 @@ test-unit: $(READY) $(WEIGHTS)  ## tests without Ray and GPU, two at a time
 	$(PYTEST) -n 2 --dist loadfile --durations 15 -m "not ray and not gpu and not soak"
 
 test-ray: $(READY) $(WEIGHTS)  ## tests against real Ray Serve, one shared cluster
-	$(PYTEST) --durations 15 --timeout 500 -m "ray and not gpu and not soak"
+	$(PYTEST) --durations 15 --timeout 500 -m "ray and not gpu and not soak" tests/serve_app/on_ray
 
 test-faults: $(READY) $(WEIGHTS)  ## plant known faults one at a time; the suite must fail under each
 	$(TEST_ENV) nice $(RUN)/python -m tests.faults

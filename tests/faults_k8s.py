@@ -1,4 +1,4 @@
-"""Faults of what says a pod's memory that the suite must notice; those of manifests stand in tests/k8s/test_planted.py."""
+"""Faults of what says how much memory a pod gets; those of manifests stand in tests/k8s/test_planted.py."""
 
 from __future__ import annotations
 

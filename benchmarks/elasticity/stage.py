@@ -236,7 +236,9 @@ class Stage:
 
         if self.holds(SETTLING_TOKENS + 1):
             self._settle()
-            fill_places(self.pager, per_layer)
+            # An idle engine proves its tables sound: not those that are half written.
+            with self.engine._changed:
+                fill_places(self.pager, per_layer)
 
     def _settle(self) -> None:
         """A request or two: the new number of places holds from its first step on."""

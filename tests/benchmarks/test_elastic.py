@@ -5,20 +5,24 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from benchmarks.elastic import main, make_setup, parse
+from benchmarks.elasticity import stage as stage_module
 from benchmarks.elasticity.merge import merge_parts
 from benchmarks.elasticity.phases import Asked, PhaseLog, Progress, recovered_s
 from benchmarks.elasticity.routing import TRACE_STEPS, ImposedRouting, Routing, draw_trace
-from benchmarks.elasticity.stage import Stage, WatchedPass, count_wrong
+from benchmarks.elasticity.stage import Stage, WatchedPass, count_wrong, fill_places
 from benchmarks.elasticity.stalls import Machine, StepFacts, find_stalls
 from benchmarks.elasticity.watch import StepWatch
 from benchmarks.limits import LinkCurve
 from worker.execution.runner import LaunchedPass
+from worker.experts.pager import ExpertPager
 
 BRIEF = [
     "--seconds",
@@ -187,7 +191,17 @@ def test_the_whole_of_it(tmp_path: Path) -> None:
 def check_fixed_places(stage: Stage) -> int:
     """Whatever has a place is filled, and no decode step or pass is told otherwise; answers the steps kept so far."""
     kept = len(stage.recorder.steps)
-    stage.fix_places(5)
+    could_audit: list[bool] = []
+
+    def fill(pager: ExpertPager, per_layer: int) -> None:
+        other = Thread(target=lambda: could_audit.append(stage.engine._changed.acquire(blocking=False)))
+        other.start()
+        other.join()
+        fill_places(pager, per_layer)
+
+    with patch.object(stage_module, "fill_places", fill):
+        stage.fix_places(5)
+    assert could_audit == [False], "an idle engine would audit places that are being filled"
     residency = stage.pager.residency
     assert stage.pager.num_places == 5 * stage.num_layers
     assert int(residency.resident.sum()) == 5 * stage.num_layers

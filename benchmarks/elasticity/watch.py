@@ -23,9 +23,10 @@ Counts = npt.NDArray[np.int64]
 
 @dataclass
 class _Launch:
-    """``counts`` [lanes, layers]: whole when the step's result is."""
+    """``counts`` [lanes, layers]: whole when ``copied`` is done, a moment behind the step's result; None: now."""
 
     counts: torch.Tensor
+    copied: torch.cuda.Event | None
     banned: int
     allowed: int
     host_s: float
@@ -88,10 +89,14 @@ class StepWatch:
         self._note(plan.commands)
         if not plan.num_rows:
             return
-        copied = fetch(counts) if counts.is_cuda else counts.clone()
+        held = fetch(counts) if counts.is_cuda else counts.clone()
+        copied = torch.cuda.Event() if counts.is_cuda else None
+        if copied is not None:
+            copied.record()
         host_s = time.perf_counter() - began_s
         self._launches[plan.step] = _Launch(
-            copied, self._banned, self._allowed, host_s, self._commands_s, self._collected_s, self._in_pass, captured
+            held, copied, self._banned, self._allowed, host_s, self._commands_s, self._collected_s, self._in_pass,
+            captured,
         )  # fmt: skip
         self._banned = self._allowed = 0
         self._collected_s = 0.0
@@ -101,6 +106,8 @@ class StepWatch:
         launch = self._launches.pop(plan.step, None)
         if launch is None:
             return None
+        if launch.copied is not None:
+            launch.copied.synchronize()
         counts = launch.counts.numpy().copy()  # what it was fetched into may be used again
         new = counts if self._before is None else counts - self._before
         self._before = counts

@@ -46,12 +46,12 @@ def test_times_are_of_the_device_and_asked_once(
     group, device = GROUPS[name], torch.device("cuda", 0)
     need_flash(group.shape)
     sizes = tuple((rows, bound) for bound in (4096, 32768) for rows in measured_rows(64))
-    before, _ = torch.cuda.mem_get_info()
+    before = torch.cuda.memory_reserved()  # by this process; others may be at work on the device
     started = time.perf_counter()
     names = ("flash", "triton", "triton_few")
     found = measure_decode(device, group, names, sizes)
     took = time.perf_counter() - started
-    after, _ = torch.cuda.mem_get_info()
+    after = torch.cuda.memory_reserved()
     assert [(entry.rows, entry.bound) for entry in found] == list(sizes)
     # No faster than memory, with a margin for what stays in the cache; the window's 128 tokens are read in any context.
     window = group.shape.window
@@ -62,7 +62,7 @@ def test_times_are_of_the_device_and_asked_once(
             seconds > read / 8e12 and seconds > 1e-6 * group.num_layers for seconds in entry.seconds.values()
         )
     assert measure_decode(device, group, names, sizes) is found
-    assert before - after < 256 << 20
+    assert after - before < 256 << 20
     record_property(
         "figure", f"attention of {name} chosen in {took:.2f} s: {choose_decode(found, 'flash').line()}"
     )

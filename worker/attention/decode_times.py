@@ -46,9 +46,9 @@ class DecodeGroup:
 def measure_decode(
     device: torch.device, group: DecodeGroup, names: tuple[str, ...], sizes: tuple[tuple[int, int], ...]
 ) -> tuple[DecodeTimes, ...]:
-    """Times of the backends ``names``, the first of which must run, over steps of ``sizes`` (rows, bound); nothing
-    where too little memory is free. The same question has one answer as long as the process lives, so that engines in
-    it choose alike."""
+    """Times of the backends ``names``, the first of which must run, over steps of ``sizes`` (rows, bound); without the
+    sizes that too little memory is free for. The same question has one answer as long as the process lives, so that
+    engines in it choose alike."""
     free, _ = torch.cuda.mem_get_info(device)
     num_bytes = min(SCRATCH_BYTES, free // 4)
     fitting = [
@@ -59,11 +59,17 @@ def measure_decode(
     with torch.inference_mode(), torch.cuda.device(device):
         scratch = torch.empty(num_bytes // 2, dtype=torch.bfloat16, device=device).normal_()
         flushed = torch.zeros(min(FLUSH_BYTES, num_bytes) // 4, dtype=torch.int32, device=device)
-        found = tuple(_times(group, names, rows, bound, scratch, flushed) for rows, bound in fitting)
+        found = []
+        for rows, bound in fitting:
+            try:
+                found.append(_times(group, names, rows, bound, scratch, flushed))
+            except torch.OutOfMemoryError as error:  # no reason to serve nobody
+                log.warning("decode steps of %d rows up to %d were not measured: %s", rows, bound, error)
+            torch.cuda.empty_cache()  # what a graph leaves is of no use to another one
         torch.cuda.synchronize()
         del scratch, flushed
         torch.cuda.empty_cache()
-    return found
+    return tuple(found)
 
 
 def _geometry(
@@ -138,6 +144,7 @@ def _times(
         try:
             steps(backend, 1)  # compiled and loaded
             torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # while a graph is captured nothing that is kept can be given back
             graphs[name] = _captured(partial(steps, backend, len(layers)))
         except Exception as error:
             # Kernels may not fit the device, nor what many rows of long contexts leave between two of them.

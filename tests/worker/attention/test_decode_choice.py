@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from worker.attention import BACKENDS, decode_times, flash, triton_backend
 from worker.attention.base import AttentionBackend, AttentionShape, KvPages, PagedGeometry
 from worker.attention.choice import choose_backend, choose_decode_backend
 from worker.attention.decode_choice import SWITCH, DecodeChoice, DecodeTimes, choose_decode, measured_rows
-from worker.attention.decode_times import DecodeGroup, _geometry, _layers, _times
+from worker.attention.decode_times import DecodeGroup, _geometry, _layers, _times, measure_decode
 from worker.attention.flash_library import FlashLibrary
 from worker.attention.sized import SizedAttention, SizedPlan
 from worker.config import WorkerConfig
@@ -324,3 +325,28 @@ def test_each_backend_runs_the_same_step_and_one_that_fails_is_left_out(
     assert "broken cannot serve decode steps of 3 rows up to 256: out of resource" in caplog.text
     with pytest.raises(RuntimeError, match="shared memory"):
         _times(group, ("broken", "torch"), 3, 256, scratch, scratch)
+
+
+def test_a_size_that_memory_is_too_short_for_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a CPU; an engine that could serve must not end because a measurement could not be made."""
+
+    def timed(
+        group: DecodeGroup, names: tuple[str, ...], rows: int, bound: int, *_: torch.Tensor
+    ) -> DecodeTimes:
+        if rows == 4:
+            raise torch.OutOfMemoryError("tried to allocate 1.07 GiB")
+        return DecodeTimes(rows, bound, 1, dict.fromkeys(names, 1.0))
+
+    monkeypatch.setattr(decode_times, "_times", timed)
+    monkeypatch.setattr(decode_times, "SCRATCH_BYTES", 1 << 20)
+    monkeypatch.setattr(decode_times, "LEAST_BYTES", 1 << 10)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 22, 1 << 22))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    sizes = ((1, 64), (4, 64), (8, 64))
+    group = replace(GROUPS["full"], page_tokens=16)
+    found = measure_decode.__wrapped__(torch.device("cpu"), group, ("torch",), sizes)
+    assert [entry.rows for entry in found] == [1, 8]
+    assert "decode steps of 4 rows up to 64 were not measured: tried to allocate" in caplog.text

@@ -157,7 +157,8 @@ def _times(
 
 
 def _captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    # As steps are captured. Torch hands the same few streams out again: those of other priorities may be at work.
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(priority=-1)
     with torch.cuda.stream(stream):
         graph.capture_begin(capture_error_mode="thread_local")
         try:

@@ -53,7 +53,8 @@ class Ahead:
 
     ``table`` [num_experts] int64: where each expert is to be read when they are done. An expert whose address lies from
     ``first_place`` to ``last_place`` already is not among those that are brought. ``held``: what those launches read
-    beside the tables, kept for as long as they run; then pairs may be grouped beside them. None: behind them.
+    beside the tables, kept for as long as they run; then pairs may be grouped beside them, who must have begun only
+    when everything before them was complete, as a decision does. None: behind them.
     """
 
     table: torch.Tensor

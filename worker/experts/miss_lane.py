@@ -94,6 +94,7 @@ def _times(
     table, targets = places.clone(), torch.zeros_like(places)
     table[missing], targets[missing[:1]] = host[missing], places[missing[:1]]
     reach = (grid.data_ptr(), grid.data_ptr() + len(grid) * grid.stride(0))
+    # Not ``held``: pairs may only be grouped beside a decision, which waits for what the launches before it read.
     ahead = Ahead(torch.where(targets > 0, targets, table), *reach)
 
     def products(tee: torch.Tensor | None, brought: Ahead | None) -> None:

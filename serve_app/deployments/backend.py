@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ from serve_app.telemetry.tracing import Tracing
 from serve_app.telemetry.worker_metrics import WorkerState
 from serve_app.text.output import TokenStream
 from worker.api import GenerateRequest, ModelInfo
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,11 @@ class RouterBackend:
         return await asyncio.shield(self._page), CONTENT_TYPE
 
     async def _make_page(self) -> bytes:
-        others = await self._peers()
+        others: Sequence[RouterFigures] = ()
+        try:
+            others = await self._peers()
+        except Exception:
+            logger.exception("the other routers could not be asked for their figures")
         routers = [*others, self.metrics.figures()]
         return await asyncio.to_thread(page_of, routers, self._worker_states())
 

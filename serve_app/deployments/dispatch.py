@@ -123,9 +123,9 @@ class Dispatcher:
         return [report for _, report in self.timed_reports()]
 
     def timed_reports(self) -> list[tuple[float, WorkerReport]]:
-        """The same, each with the time at which it came (monotonic clock)."""
+        """The same, each with the time at which it came (monotonic clock). A push asks from a thread of its own."""
         now_s = time.monotonic()
-        return [entry for entry in self._reports.values() if now_s - entry[0] < DEAD_S]
+        return [entry for entry in list(self._reports.values()) if now_s - entry[0] < DEAD_S]
 
     def is_ready(self) -> bool:
         """Whether requests can be served: a worker lives, or the first request would start one."""

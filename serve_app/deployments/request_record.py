@@ -140,6 +140,10 @@ class RecordedStream:
             self._outcome = event.finish_reason.value if ok else "failed"
         return event
 
+    def completed(self) -> None:
+        """See :class:`serve_app.text.output.KeepsCount`."""
+        self._outcome = FinishReason.STOP.value
+
     async def aclose(self) -> None:
         """Ends the answer; may be called twice."""
         if self._closed:

@@ -62,22 +62,25 @@ class TokenGaps:
         return Family(name, self._metric.kind, self._metric.description, lines)
 
     def data(self) -> MetricData:
-        """For a push: totals since the start."""
+        """For a push: totals since the start. A push asks from a thread of its own, while tokens come: a point's count
+        is that of its buckets."""
         now_ns = time.time_ns()
-        points = [
-            HistogramDataPoint(
-                attributes={"model": model},
-                start_time_unix_nano=self._started_ns,
-                time_unix_nano=now_ns,
-                count=gaps.num,
-                sum=gaps.total_s,
-                bucket_counts=list(gaps.counts),
-                explicit_bounds=list(self._metric.buckets),
-                min=gaps.least_s,
-                max=gaps.most_s,
+        points = []
+        for model, gaps in list(self._by_model.items()):
+            counts = list(gaps.counts)
+            points.append(
+                HistogramDataPoint(
+                    attributes={"model": model},
+                    start_time_unix_nano=self._started_ns,
+                    time_unix_nano=now_ns,
+                    count=sum(counts),
+                    sum=gaps.total_s,
+                    bucket_counts=counts,
+                    explicit_bounds=list(self._metric.buckets),
+                    min=gaps.least_s,
+                    max=gaps.most_s,
+                )
             )
-            for model, gaps in self._by_model.items()
-        ]
         data = HistogramData(points, AggregationTemporality.CUMULATIVE)
         return MetricData(self._metric.name, self._metric.description, self._metric.unit, data)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from serve_app.text.detokenizer import Detokenizer
 from serve_app.text.tokenizer import TextModel
@@ -22,6 +22,15 @@ class TokenStream(Protocol):
     async def __anext__(self) -> TokenEvent: ...
 
     async def aclose(self) -> None: ...
+
+
+@runtime_checkable
+class KeepsCount(Protocol):
+    """A stream that counts how answers end; a stream need not."""
+
+    def completed(self) -> None:
+        """The answer is whole, although its request is not over: a stop string ended it, and closing follows."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +75,8 @@ async def read_output(
             if event.timeline is not None:
                 num_cached = event.timeline.num_cached_tokens
             if step.stop is not None:
+                if isinstance(events, KeepsCount):
+                    events.completed()
                 num_generated += step.num_tokens
                 taken = shown[: step.num_tokens]
                 logprobs = event.logprobs[: len(taken)]

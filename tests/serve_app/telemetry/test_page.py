@@ -18,6 +18,7 @@ from serve_app.telemetry.metric import exposed_labels, exposed_name
 from serve_app.telemetry.metrics import ASKED, COUNTED, ROUTER_METRICS, TABLE
 from serve_app.telemetry.page import page_of
 from serve_app.telemetry.router_metrics import RouterFacts, RouterMetrics
+from serve_app.telemetry.token_gaps import TokenGaps
 from serve_app.telemetry.worker_metrics import WORKER_METRICS
 from tests.helpers.eventually import soon
 from tests.helpers.tokenizers import scripted, write_model_folder
@@ -118,6 +119,20 @@ def test_a_live_page_of_the_service_shows_the_whole_table(tmp_path: Path) -> Non
     served(folder, use, num_replicas=2, make_engine=Whole)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_a_stop_string_ends_was_not_left(tmp_path: Path, stream: bool) -> None:
+    folder = write_model_folder(tmp_path / "m", script=scripted(ANSWER, tokens_per_s=200.0))
+
+    async def use(cluster: Cluster) -> None:
+        answer = await cluster.client.post(CHAT, json={**BODY, "stop": ["56"], "stream": stream})
+        assert '"finish_reason":"stop"' in answer.text
+        assert '"56' not in answer.text
+        page = parsed((await cluster.client.get("/metrics")).content)
+        assert [s.labels["outcome"] for s in page["headroom_requests_total"].samples] == ["stop"]
+
+    served(folder, use)
+
+
 def test_unknown_paths_and_methods_make_no_labels_of_their_own(tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path / "m", script=scripted(ANSWER))
 
@@ -180,6 +195,21 @@ def test_any_router_answers_for_all_and_a_workers_figures_come_once(tmp_path: Pa
     served(folder, use, telemetry=Telemetry("r1", peers=peers))
 
 
+def test_a_router_that_cannot_ask_the_others_still_tells_of_itself(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path / "m", script=scripted(ANSWER))
+
+    async def peers() -> list[Any]:
+        raise RuntimeError("Serve is going away")
+
+    async def use(cluster: Cluster) -> None:
+        answer = await cluster.client.get("/metrics")
+        assert answer.status_code == 200
+        routers = {s.labels["router"] for s in parsed(answer.content)["headroom_workers"].samples}
+        assert routers == {"r1"}
+
+    served(folder, use, telemetry=Telemetry("r1", peers=peers))
+
+
 def test_those_who_ask_together_get_one_page(tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path / "m", script=scripted(ANSWER))
     asked = 0
@@ -237,6 +267,46 @@ def test_gaps_fall_into_the_buckets_of_their_length() -> None:
     values = {s.name: s.value for s in family.samples if s.labels["model"] == "m"}
     assert values["headroom_inter_token_latency_seconds_count"] == 13
     assert values["headroom_inter_token_latency_seconds_sum"] == pytest.approx(99.24)
+
+
+def test_a_push_from_its_thread_counts_what_its_buckets_hold() -> None:
+    gaps = TokenGaps(names.INTER_TOKEN_LATENCY)
+    gaps.came("a", 1, 0.01)
+    found = gaps._by_model["a"]
+
+    class ComesMeanwhile(list[int]):
+        """While it is read, the event loop counts a token of a model that is new."""
+
+        def __iter__(self) -> Any:
+            gaps.came("b", 1, 0.02)
+            found.num += 1
+            return super().__iter__()
+
+    found.counts = ComesMeanwhile(found.counts)
+    [point] = gaps.data().data.data_points
+    assert point.attributes == {"model": "a"}
+    assert point.count == sum(point.bucket_counts) == 1
+
+
+def test_a_push_from_its_thread_counts_workers_while_one_comes(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path / "m", script=scripted(ANSWER))
+
+    async def use(cluster: Cluster) -> None:
+        dispatcher = cluster.dispatcher
+        await soon(dispatcher.live_reports)
+        [(name, (at_s, report))] = dispatcher._reports.items()
+
+        class ComesMeanwhile(float):
+            """While its age is worked out, the event loop hears of a worker that is new."""
+
+            def __rsub__(self, now_s: float) -> float:
+                dispatcher._reports["new"] = (now_s, replace(report, replica_id="new"))
+                return now_s - float(self)
+
+        dispatcher._reports[name] = (ComesMeanwhile(at_s), report)
+        assert len(dispatcher.live_reports()) == 1
+
+    served(folder, use)
 
 
 def test_labels_must_be_those_of_the_table() -> None:

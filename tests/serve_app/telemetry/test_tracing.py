@@ -183,6 +183,14 @@ def test_each_answer_of_a_request_has_its_own_branch(folder: Path) -> None:
     assert recorded.tree()["place"] == ["worker"] * 3
 
 
+def test_an_answer_that_a_stop_string_ends_is_no_failure(folder: Path) -> None:
+    recorded = Recorded()
+    ask(folder, recorded, stop=[ANSWER[3]])
+    span = recorded.named("chat fake-model")
+    assert (span.attributes or {})["gen_ai.response.finish_reasons"] == ("stop",)
+    assert span.status.is_unset
+
+
 def test_a_stream_whose_client_leaves_ends_its_spans(tmp_path: Path) -> None:
     slow = write_model_folder(tmp_path / "slow", script=scripted("y" * 400, tokens_per_s=200.0))
     recorded = Recorded()

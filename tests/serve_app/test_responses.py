@@ -11,6 +11,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from tests.helpers.eventually import soon
 from tests.helpers.tokenizers import byte_tokenizer, scripted, write_model_folder
 from tests.serve_app.in_process import Cluster, served, sse_chunks
 from tests.serve_app.test_tools import CALL, client_of, model_folder, walking
@@ -96,6 +97,9 @@ def test_an_engine_that_dies_ends_a_response_as_failed(tmp_path: Path) -> None:
     )
 
     async def use(cluster: Cluster) -> None:
+        # Once it says that it is dead, requests wait for its replacement: it does not come to say so here.
+        await soon(cluster.dispatcher.live_reports)
+        cluster.reporting.clear()
         response = await cluster.client.post("/v1/responses", json={"input": "x", "stream": True})
         blocks = [block for block in response.text.split("\n\n") if block]
         last = json.loads(blocks[-1].split("data: ")[1])

@@ -52,6 +52,14 @@ ALERTS = (
         "Requests wait, and are refused after queue_timeout_s. Look at the workers' logs, and at their GPUs.",
     ),
     Alert(
+        "HeadroomWorkersMissing",
+        f'max by (model) ({_n(names.WORKERS)}) < max by (model) ({_n(names.REPLICA_BOUNDS)}{{bound="min"}})',
+        "15m",
+        "ticket",
+        "Only {{ $value }} workers of {{ $labels.model }} report.",
+        "Fewer than replicas, or min_replicas: one does not come up, or there is no GPU for it.",
+    ),
+    Alert(
         "HeadroomFailures",
         f"sum by (model) ({_rate(names.REQUESTS, only=FAILED)}) / {_ENDED} > 0.01",
         "5m",

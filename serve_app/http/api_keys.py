@@ -145,8 +145,8 @@ def new_key(name: str) -> tuple[str, Mapping[str, object]]:
 
 def main(arguments: list[str]) -> int:
     """Prints a new key and its entry."""
-    if len(arguments) != 1:
-        print("usage: python -m serve_app.http.api_keys NAME", file=sys.stderr)
+    if len(arguments) != 1 or arguments[0].startswith("-"):  # there are no options, and --help is no name
+        print("usage: python -m serve_app.http.api_keys NAME\n" + (__doc__ or ""), file=sys.stderr)
         return 2
     key, entry = new_key(arguments[0])
     print(f"key (shown once): {key}\nentry: {json.dumps(entry)}")

@@ -199,7 +199,7 @@ def test_a_new_key_is_shown_once_and_fits_its_entry(capsys: pytest.CaptureFixtur
     assert main(["erin"]) == 0
     shown = capsys.readouterr().out
     assert shown.count("hr-") == 1
-    assert main([]) == 2
+    assert main([]) == main(["--help"]) == main(["erin", "--admin"]) == 2
 
 
 def test_neither_keys_nor_prompts_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

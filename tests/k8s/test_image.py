@@ -56,6 +56,8 @@ def problems(text: str, ignored: str) -> Iterator[str]:
     runtime = stages[0]
     if any(name == "COPY" and rest.split()[0].startswith("demo") for name, rest in runtime):
         yield "a model in the image"
+    if not any(name == "ENV" and "NVIDIA_VISIBLE_DEVICES=void" in rest.split() for name, rest in runtime):
+        yield "pods that asked for no GPU see all of their node"
     if not any(name == "ENTRYPOINT" and rest.startswith('["/usr/bin/tini"') for name, rest in runtime):
         yield "nobody reaps what Ray leaves behind"
 
@@ -101,6 +103,7 @@ def test_the_dockerfile_is_sound() -> None:
         ("--no-install-recommends", "", "only recommended"),
         ("&& rm -rf /var/lib/apt/lists/* ", "", "lists of packages"),
         ('["/usr/bin/tini", "-g", "--", ', "[", "nobody reaps"),
+        ("NVIDIA_VISIBLE_DEVICES=void", "NVIDIA_VISIBLE_DEVICES=all", "see all of their node"),
         ("\nFROM runtime\n", "\n", "not the one without a model"),
     ],
 )

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from opentelemetry.sdk.metrics.export import MetricReader
@@ -25,6 +25,7 @@ from serve_app.telemetry.tracing import Tracing
 from serve_app.telemetry.worker_metrics import WorkerState
 from serve_app.text.output import TokenStream
 from worker.api import GenerateRequest, ModelInfo
+from worker.errors import PromptTooLong
 
 logger = logging.getLogger(__name__)
 
@@ -81,11 +82,19 @@ class RouterBackend:
         """Facts of the loaded model."""
         return await self._services[name].dispatcher.known_model()
 
-    async def open(self, name: str, request: GenerateRequest) -> TokenStream:
-        """Queues, places and starts a request."""
+    async def open(self, name: str, request: GenerateRequest, may_shorten: bool = False) -> TokenStream:
+        """Queues, places and starts a request; one that is shortened is one answer all the same."""
         record = RequestRecord(self.metrics, self.tracing, name, request)
+        dispatcher = self._services[name].dispatcher
         try:
-            events = await self._services[name].dispatcher.open(request, record)
+            try:
+                events = await dispatcher.open(request, record)
+            except PromptTooLong as error:
+                room = error.max_tokens - len(request.prompt_token_ids)
+                if not may_shorten or room < max(1, request.sampling.min_tokens):
+                    raise
+                shorter = replace(request, sampling=replace(request.sampling, max_tokens=room))
+                events = await dispatcher.open(shorter, record)
         except BaseException as error:
             record.ended(outcome_of(error))
             raise

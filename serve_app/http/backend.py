@@ -43,8 +43,9 @@ class Backend(Protocol):
         """Facts of the loaded model; waits for the first worker, Overloaded when none comes in time."""
         ...
 
-    async def open(self, name: str, request: GenerateRequest) -> TokenStream:
-        """Queues, places and starts a request.
+    async def open(self, name: str, request: GenerateRequest, may_shorten: bool = False) -> TokenStream:
+        """Queues, places and starts a request. ``may_shorten``: where a worker's memory holds the prompt but not all of
+        ``max_tokens`` besides, as many as fit are asked for instead.
 
         Answers with the first tokens at hand. The stream raises EngineDead or WorkerLost when the worker fails later.
 

@@ -118,15 +118,8 @@ async def _open(backend: Backend, model: ServedModel, plan: AnswerPlan, index: i
         if room < 1:
             raise PromptTooLong(len(request.prompt_token_ids) + 1, info.max_model_len)
         request = replace(request, sampling=replace(request.sampling, max_tokens=room))
-    try:
-        return await backend.open(model.name, request)
-    except PromptTooLong as error:
-        room = error.max_tokens - len(request.prompt_token_ids)
-        if plan.limited or room < max(1, request.sampling.min_tokens):
-            raise
-        # No limit was asked for, and the arena holds less than the context: as much as fits is what was meant.
-        request = replace(request, sampling=replace(request.sampling, max_tokens=room))
-        return await backend.open(model.name, request)
+    # Where no limit was asked for, and the arena holds less than the context, as much as fits is what was meant.
+    return await backend.open(model.name, request, may_shorten=not plan.limited)
 
 
 def _request(plan: AnswerPlan, index: int) -> GenerateRequest:

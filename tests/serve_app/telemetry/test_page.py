@@ -133,6 +133,21 @@ def test_an_answer_that_a_stop_string_ends_was_not_left(tmp_path: Path, stream: 
     served(folder, use)
 
 
+def test_an_answer_that_is_made_to_fit_the_arena_counts_once(tmp_path: Path) -> None:
+    script = {**scripted(ANSWER), "bytes_per_token": 1000, "arena_bytes": 40_000}
+    folder = write_model_folder(tmp_path / "m", script=script)
+
+    async def use(cluster: Cluster) -> None:
+        assert (await cluster.client.post(CHAT, json=BODY)).status_code == 200  # with no limit of its own
+        too_long = {"prompt": [1] * 35, "max_tokens": 10}
+        assert (await cluster.client.post("/v1/completions", json=too_long)).status_code == 400
+        page = parsed((await cluster.client.get("/metrics")).content)
+        ended = {s.labels["outcome"]: s.value for s in page["headroom_requests_total"].samples}
+        assert ended == {"stop": 1, "invalid": 1}
+
+    served(folder, use)
+
+
 def test_unknown_paths_and_methods_make_no_labels_of_their_own(tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path / "m", script=scripted(ANSWER))
 

@@ -19,6 +19,20 @@ FAULTS = [
         tests=(f"{_PAGE}::test_any_router_answers_for_all_and_a_workers_figures_come_once",),
     ),
     Fault(
+        "telemetry: a stop string makes a client that left",
+        "serve_app.text.output",
+        old="                    events.completed()\n",
+        new="                    pass\n",
+        tests=(f"{_PAGE}::test_an_answer_that_a_stop_string_ends_was_not_left[True]",),
+    ),
+    Fault(
+        "telemetry: a push counts what its buckets do not hold",
+        "serve_app.telemetry.token_gaps",
+        old="count=sum(counts)",
+        new="count=gaps.num",
+        tests=(f"{_PAGE}::test_a_push_from_its_thread_counts_what_its_buckets_hold",),
+    ),
+    Fault(
         "telemetry: what a worker does not report is a zero",
         "serve_app.telemetry.worker_metrics",
         old="return [] if value is None else [((), value * scale)]",

@@ -18,6 +18,7 @@ from serve_app.deployments.request_record import RecordedStream, RequestRecord, 
 from serve_app.deployments.router_facts import router_facts
 from serve_app.http.admin import ReplicaAnswer, ReplicaState, UnknownReplica
 from serve_app.http.backend import ServedModel
+from serve_app.telemetry import metrics as names
 from serve_app.telemetry.page import CONTENT_TYPE, RouterFigures, page_of
 from serve_app.telemetry.router_metrics import RouterFacts, RouterMetrics
 from serve_app.telemetry.token_gaps import TokenGaps
@@ -72,6 +73,11 @@ class RouterBackend:
         self.metrics = RouterMetrics(
             RouterFacts(router_facts(services, told.build)), told.router, told.readers, told.resource
         )
+        for name in self._services:
+            for outcome in names.OUTCOMES:
+                self.metrics.add(names.REQUESTS, 0, name, outcome)
+            for counted in (names.PROMPT_TOKENS, names.CACHED_TOKENS, names.GENERATED_TOKENS):
+                self.metrics.add(counted, 0, name)
         self._page: asyncio.Task[bytes] | None = None
 
     def models(self) -> Sequence[ServedModel]:

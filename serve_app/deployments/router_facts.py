@@ -22,16 +22,18 @@ def router_facts(
     def of_each(value: Callable[[Dispatcher], float]) -> Callable[[], Reading]:
         return lambda: [((s.model.name,), value(s.dispatcher)) for s in services]
 
-    def by_reason(counts: Callable[[Dispatcher], Mapping[str, int]]) -> Callable[[], Reading]:
+    def by_reason(
+        counts: Callable[[Dispatcher], Mapping[str, int]], reasons: Sequence[str]
+    ) -> Callable[[], Reading]:
         return lambda: [
-            ((s.model.name, reason), number)
+            ((s.model.name, reason), counts(s.dispatcher).get(reason, 0))
             for s in services
-            for reason, number in list(counts(s.dispatcher).items())
+            for reason in reasons
         ]
 
     return {
-        names.REFUSALS: by_reason(lambda d: d.counts.refusals),
-        names.RETRIES: by_reason(lambda d: d.counts.retries),
+        names.REFUSALS: by_reason(lambda d: d.counts.refusals, names.REFUSAL_REASONS),
+        names.RETRIES: by_reason(lambda d: d.counts.retries, names.RETRY_REASONS),
         names.PLACEMENTS: of_each(lambda d: d.counts.placements),
         names.PLACEMENT_PREFIX_TOKENS: of_each(lambda d: d.counts.placement_prefix_tokens),
         names.QUEUED: of_each(lambda d: d.num_waiting),

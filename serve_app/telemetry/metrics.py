@@ -27,6 +27,11 @@ HTTP_SECONDS = (
 # -- a Router's own ---------------------------------------------------------------------------------------------------
 
 OF_MODEL = ("model",)
+OUTCOMES = ("stop", "length", "invalid", "refused", "left", "expired", "failed")
+REFUSAL_REASONS = ("queue_full", "deadline", "waited", "worker", "no_worker")
+RETRY_REASONS = ("refused", "lost", "gone")
+"""All that there are, each told from the start as 0: a series that is born with its first event has no rate of it, and
+a share of none is no data."""
 
 REQUESTS = Metric(
     "headroom.requests",

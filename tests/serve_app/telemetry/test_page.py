@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +14,11 @@ import pytest
 from prometheus_client.metrics_core import Metric as Parsed
 from prometheus_client.parser import text_string_to_metric_families
 
+from serve_app.deployments import dispatch
 from serve_app.deployments.backend import RouterBackend, Telemetry
+from serve_app.deployments.request_record import outcome_of
+from serve_app.http.errors import DeadlinePassed
+from serve_app.policies.admission import RefusalReason
 from serve_app.telemetry import metrics as names
 from serve_app.telemetry.metric import exposed_labels, exposed_name
 from serve_app.telemetry.metrics import ASKED, COUNTED, ROUTER_METRICS, TABLE
@@ -24,8 +30,9 @@ from tests.helpers.eventually import soon
 from tests.helpers.tokenizers import scripted, write_model_folder
 from tests.serve_app.in_process import Cluster, served
 from tests.serve_app.telemetry.workers import all_extra, dense, expert_report, whole
-from worker.api import WorkerSnapshot
+from worker.api import FinishReason, WorkerSnapshot
 from worker.engines.fake import FakeEngine
+from worker.errors import InvalidRequest, Overloaded
 
 ANSWER = "0123456789"
 CHAT = "/v1/chat/completions"
@@ -61,6 +68,11 @@ def parsed(page: bytes) -> dict[str, Parsed]:
         assert name not in found, f"{name} comes in two pieces"
         found[name] = family
     return found
+
+
+def ended(page: dict[str, Parsed]) -> dict[str, float]:
+    """Answers by outcome, of those that there were."""
+    return {s.labels["outcome"]: s.value for s in page["headroom_requests_total"].samples if s.value}
 
 
 def check_against_table(page: bytes) -> None:
@@ -128,7 +140,7 @@ def test_an_answer_that_a_stop_string_ends_was_not_left(tmp_path: Path, stream: 
         assert '"finish_reason":"stop"' in answer.text
         assert '"56' not in answer.text
         page = parsed((await cluster.client.get("/metrics")).content)
-        assert [s.labels["outcome"] for s in page["headroom_requests_total"].samples] == ["stop"]
+        assert ended(page) == {"stop": 1}
 
     served(folder, use)
 
@@ -142,10 +154,44 @@ def test_an_answer_that_is_made_to_fit_the_arena_counts_once(tmp_path: Path) -> 
         too_long = {"prompt": [1] * 35, "max_tokens": 10}
         assert (await cluster.client.post("/v1/completions", json=too_long)).status_code == 400
         page = parsed((await cluster.client.get("/metrics")).content)
-        ended = {s.labels["outcome"]: s.value for s in page["headroom_requests_total"].samples}
-        assert ended == {"stop": 1, "invalid": 1}
+        assert ended(page) == {"stop": 1, "invalid": 1}
 
     served(folder, use)
+
+
+def test_what_has_not_happened_yet_is_told_as_none(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path / "m", script=scripted(ANSWER))
+
+    async def use(cluster: Cluster) -> None:
+        page = parsed((await cluster.client.get("/metrics")).content)
+
+        def told(name: str, label: str) -> set[tuple[str, float]]:
+            return {(s.labels[label], s.value) for s in page[name].samples}
+
+        assert told("headroom_requests_total", "outcome") == {(outcome, 0) for outcome in names.OUTCOMES}
+        assert told("headroom_refusals_total", "reason") == {(reason, 0) for reason in names.REFUSAL_REASONS}
+        assert told("headroom_retries_total", "reason") == {(reason, 0) for reason in names.RETRY_REASONS}
+        assert told("headroom_generated_tokens_total", "model") == {("fake-model", 0)}
+
+    served(folder, use)
+
+
+def test_the_reasons_are_those_that_the_service_counts_by() -> None:
+    # Those of the queue by their names; the others stand where they are counted.
+    source = inspect.getsource(dispatch)
+    counted = {kind: set(re.findall(rf'counts\.{kind}\["(\w+)"', source)) for kind in ("refusals", "retries")}
+    assert counted["refusals"] | {reason.name.lower() for reason in RefusalReason} == set(
+        names.REFUSAL_REASONS
+    )
+    assert counted["retries"] | {"lost"} == set(names.RETRY_REASONS)
+    errors = (
+        InvalidRequest("x", "y"),
+        Overloaded("z", 1.0),
+        DeadlinePassed("late"),
+        asyncio.CancelledError(),
+    )
+    others = {outcome_of(error) for error in (*errors, RuntimeError())}
+    assert others | {FinishReason.STOP.value, FinishReason.LENGTH.value} == set(names.OUTCOMES)
 
 
 def test_unknown_paths_and_methods_make_no_labels_of_their_own(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 from ipaddress import ip_address
+from urllib.parse import urlsplit
 
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -144,12 +145,19 @@ def _is_under(path: str, roots: tuple[str, ...]) -> bool:
 
 
 def _is_local(connection: HTTPConnection) -> bool:
-    """Whether the caller is on this machine: by its address, and not a proxy or a web page that speaks for others."""
+    """Whether the caller is on this machine: by its address, and not a proxy or a web page that speaks for others. A
+    page whose own name was made to lead here asks without an origin, but by that name: only this machine's own are
+    good."""
     headers = connection.headers
     if any(name in headers for name in ("x-forwarded-for", "forwarded", "x-real-ip", "origin")):
         return False
     try:
-        return connection.client is not None and ip_address(connection.client.host).is_loopback
+        asked_for = urlsplit("//" + headers.get("host", "")).hostname or ""
+        return (
+            connection.client is not None
+            and ip_address(connection.client.host).is_loopback
+            and (asked_for == "localhost" or ip_address(asked_for).is_loopback)
+        )
     except ValueError:
         return False
 

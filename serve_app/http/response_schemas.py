@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, StrictInt, field_validator
 
-from serve_app.http.schemas import ContentPart, Finite, Lenient, RequestBody
+from serve_app.http.schemas import MAX_COUNT, ContentPart, Finite, Lenient, RequestBody
 from worker.api import MAX_TOP_LOGPROBS
 
 
@@ -69,7 +69,7 @@ class ResponseRequest(RequestBody):
     model: str | None = None
     input: str | list[InputItem]
     instructions: str | None = None
-    max_output_tokens: StrictInt | None = Field(default=None, ge=1)
+    max_output_tokens: StrictInt | None = Field(default=None, ge=1, le=MAX_COUNT)
     temperature: Finite | None = Field(default=None, ge=0, le=10)
     top_p: Finite | None = Field(default=None, gt=0, le=1)
     top_logprobs: StrictInt | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)

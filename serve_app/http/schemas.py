@@ -21,6 +21,8 @@ from pydantic import (
 from worker.api import MAX_SEED, MAX_TOP_LOGPROBS, SamplingParams
 from worker.errors import InvalidRequest
 
+MAX_COUNT = 2**31 - 1
+"""Of tokens: far beyond any context, and a number that every reader behind can hold."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_CHOICES = 128
@@ -63,10 +65,10 @@ class SamplingFields(RequestBody):
     """What completions and chat share."""
 
     model: str | None = None
-    max_tokens: StrictInt | None = Field(default=None, ge=1)
+    max_tokens: StrictInt | None = Field(default=None, ge=1, le=MAX_COUNT)
     temperature: Finite | None = Field(default=None, ge=0, le=10)
     top_p: Finite | None = Field(default=None, gt=0, le=1)
-    top_k: StrictInt | None = Field(default=None, ge=-1, description="0 or -1 keeps all.")
+    top_k: StrictInt | None = Field(default=None, ge=-1, le=MAX_COUNT, description="0 or -1 keeps all.")
     min_p: Finite | None = Field(default=None, ge=0, le=1)
     presence_penalty: Finite | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: Finite | None = Field(default=None, ge=-2, le=2)
@@ -75,7 +77,7 @@ class SamplingFields(RequestBody):
     seed: StrictInt | None = Field(default=None, ge=-(2**63), le=MAX_SEED)
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
-    min_tokens: StrictInt | None = Field(default=None, ge=0)
+    min_tokens: StrictInt | None = Field(default=None, ge=0, le=MAX_COUNT)
     ignore_eos: bool | None = None
     n: StrictInt | None = Field(default=None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None
@@ -262,7 +264,7 @@ class ChatRequest(SamplingFields):
     """``POST /v1/chat/completions``."""
 
     messages: list[ChatMessage] = Field(min_length=1)
-    max_completion_tokens: StrictInt | None = Field(default=None, ge=1)
+    max_completion_tokens: StrictInt | None = Field(default=None, ge=1, le=MAX_COUNT)
     logprobs: bool | None = None
     top_logprobs: StrictInt | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     chat_template_kwargs: dict[str, Any] | None = None

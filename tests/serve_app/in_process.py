@@ -238,7 +238,7 @@ async def running_cluster(
     app = create_app(backend, None, backend, requests) if wrap is None else wrap(backend)
     # An unhandled error must come back as the client sees it, a 500, and not fall through to the test.
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
         cluster = Cluster(replicas, dispatcher, calls, backend, client, set(replicas) if report else set())
         tasks = [asyncio.create_task(_report(cluster)), asyncio.create_task(dispatcher.run())]
         try:

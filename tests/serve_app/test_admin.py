@@ -30,7 +30,7 @@ async def fetch(cluster: Cluster, rules: AccessRules, caller: tuple[str, int], *
     """The status of ``GET /admin/replicas`` for a caller."""
     app = create_app(cluster.backend, rules, cluster.backend)
     transport = httpx.ASGITransport(app=app, client=caller)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         statuses = {
             (await client.get(path, headers=headers)).status_code
             for path in ("/admin/replicas", "/arena", "/experts")
@@ -54,6 +54,10 @@ def test_operators_are_on_this_machine_or_have_an_admin_key(quick: Path, tmp_pat
         assert await fetch(cluster, hidden, LOCAL) == 403
         assert await fetch(cluster, none, LOCAL, **{"x-forwarded-for": "192.0.2.7"}) == 403
         assert await fetch(cluster, none, LOCAL, origin="http://example.org") == 403
+        for good in ("127.0.0.1:8000", "[::1]:8000", "LOCALHOST"):
+            assert await fetch(cluster, none, LOCAL, host=good) == 200
+        for page in ("example.org:8000", "", "[::1", "localhost.example.org"):
+            assert await fetch(cluster, none, LOCAL, host=page) == 403
         assert await fetch(cluster, keys, LOCAL) == 200
         assert await fetch(cluster, keys, FAR) == 401
         assert await fetch(cluster, keys, FAR, authorization=f"Bearer {plain}") == 403

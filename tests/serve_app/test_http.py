@@ -216,6 +216,8 @@ def test_offsets_count_characters_and_not_their_parts(tmp_path: Path, stop: list
         ({"messages": USER, "temperature": 99}, "temperature"),
         ({"messages": USER, "top_p": 0}, "top_p"),
         ({"messages": USER, "max_tokens": 0}, "max_tokens"),
+        ({"messages": USER, "max_tokens": 2**63}, "max_tokens"),
+        ({"messages": USER, "top_k": 2**63}, "top_k"),
         ({"messages": USER, "n": 0}, "n"),
         ({"messages": USER, "n": 1000}, "n"),
         ({"messages": USER, "seed": 2**64}, "seed"),

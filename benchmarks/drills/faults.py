@@ -93,7 +93,8 @@ async def worker_killed_before_first_tokens(drill: Drill) -> None:
     come before the kill, it is tried again."""
     for _ in range(TRIES):
         began_s = time.monotonic()
-        asked = drill.begin(8, Question("word " * 300, 6))
+        # Another prompt each time: one that a worker has in its prefix cache has its first token at once.
+        asked = drill.begin(8, Question(f"{time.monotonic_ns()} " + "word " * 300, 6))
         await asyncio.sleep(0.3)
         drill.service.kill("Worker")
         in_time = time.monotonic() - began_s < PROMPT_S

@@ -11,10 +11,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 
-from benchmarks.elasticity.watch import StepWatch
+from benchmarks.elasticity.watched_runner import WatchedRunner
 from memory.device.residency import Lane
 from worker.config import WorkerConfig
-from worker.execution.runner import LaunchedPass, LaunchedStep, ModelRunner
+from worker.execution.runner import LaunchedPass, LaunchedStep
 from worker.experts.link import ExpertLink
 from worker.scheduling.step import StepPlan, StepResult
 
@@ -34,7 +34,7 @@ class ComputeModel:
         return self.step_s + self.token_s * num_tokens if num_tokens else 0.0
 
 
-class LinkedRunner(ModelRunner):
+class LinkedRunner(WatchedRunner):
     """Counters of a step are complete when ``launch`` has returned, so ``collect`` knows what the link had to bring.
 
     Attributes:
@@ -47,7 +47,6 @@ class LinkedRunner(ModelRunner):
         super().__init__(config)
         if self.pager is not None:
             self.pager.link = ExpertLink(link_bytes_per_s, 1, self.pager.host.place_bytes)
-        self.watch = None if self.pager is None else StepWatch(self.pager.host.place_bytes)
         self.compute = compute
         self.processor_s = 0.0
         self._link_bytes_per_s = link_bytes_per_s
@@ -90,23 +89,7 @@ class LinkedRunner(ModelRunner):
         staged = self.staged_by_layer()
         layer_s = self.compute.seconds(plan.num_tokens) / self._model.decoder.num_layers
         self._pass = LinkedPass(super().begin_pass(plan), self, staged, layer_s)
-        if self.watch is not None:
-            self.watch.begin_pass(plan)
         return self._pass
-
-    def _apply(self, plan: StepPlan) -> None:
-        if self.watch is None:
-            super()._apply(plan)
-            return
-        with self.watch.commanding():
-            super()._apply(plan)
-
-    def close(self) -> None:
-        """See :class:`ModelRunner`."""
-        if self.watch is not None:
-            self.watch.close()
-            self.watch = None
-        super().close()
 
     def staged_by_layer(self) -> list[int]:
         """Experts that rings have brought so far."""

@@ -17,6 +17,7 @@ from benchmarks.elasticity.prefill import NUM_STREAMS, PrefillTimes, time_prefil
 from benchmarks.elasticity.routing import ImposedRouting, Routing, impose
 from benchmarks.elasticity.stalls import Machine, StepFacts
 from benchmarks.elasticity.watch import StepWatch
+from benchmarks.elasticity.watched_runner import WatchedRunner
 from benchmarks.gpu_engine import copy_bytes_per_s
 from benchmarks.limits import LinkCurve
 from benchmarks.paging.link import link_curve
@@ -49,7 +50,7 @@ class Setup:
     routing: ImposedRouting | None = None
 
 
-class CountingRunner(ModelRunner):
+class CountingRunner(WatchedRunner):
     """Has its steps watched in the order of the stream, and tells imposed routing of passes."""
 
     def __init__(
@@ -61,7 +62,6 @@ class CountingRunner(ModelRunner):
         else:
             super().__init__(config, factory)
         self.routing: Routing | None = None if factory is None else factory.routing
-        self.watch = None if self.pager is None else StepWatch(self.pager.host.place_bytes)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """See :class:`ModelRunner`."""
@@ -77,24 +77,7 @@ class CountingRunner(ModelRunner):
 
     def begin_pass(self, plan: StepPlan) -> LaunchedPass:
         """See :class:`ModelRunner`."""
-        begun = super().begin_pass(plan)
-        if self.watch is not None:
-            self.watch.begin_pass(plan)
-        return WatchedPass(begun, self.watch, self.routing)
-
-    def _apply(self, plan: StepPlan) -> None:
-        if self.watch is None:
-            super()._apply(plan)
-            return
-        with self.watch.commanding():
-            super()._apply(plan)
-
-    def close(self) -> None:
-        """See :class:`ModelRunner`."""
-        if self.watch is not None:
-            self.watch.close()
-            self.watch = None
-        super().close()
+        return WatchedPass(super().begin_pass(plan), self.watch, self.routing)
 
 
 class WatchedPass(LaunchedPass):

@@ -169,6 +169,18 @@ def _load_libraries() -> None:
     gc.freeze()
 
 
+def _report(faults: Sequence[Fault], folder: Path, *, is_last: bool) -> list[Fault]:
+    """Runs them, prints a line each, and answers those that no test noticed."""
+    missed = []
+    for fault, code, seconds, log in run_faults(faults, folder):
+        word = "caught" if code == CAUGHT else "MISSED" if is_last else "again"
+        print(f"{word:7} {seconds:5.1f} s  {fault.module}: {fault.name}", flush=True)
+        if code != CAUGHT:
+            missed.append(fault)
+            print(f"pytest ended with {code}:\n{log[-4000:]}", flush=True)
+    return missed
+
+
 def main(names: Sequence[str]) -> int:
     """Runs the named faults (all without names) and prints a line each; 0 if every one was caught."""
     _load_libraries()
@@ -178,17 +190,10 @@ def main(names: Sequence[str]) -> int:
         name for name in sys.modules if name.split(".")[0] in ("memory", "worker", "serve_app", "kernels")
     ]:
         raise RuntimeError(f"loaded before planting: {ours}")
-    missed = 0
     with tempfile.TemporaryDirectory() as folder:
-        for fault, code, seconds, log in run_faults(faults, Path(folder)):
-            caught = code == CAUGHT
-            missed += not caught
-            print(
-                f"{'caught' if caught else 'MISSED':7} {seconds:5.1f} s  {fault.module}: {fault.name}",
-                flush=True,
-            )
-            if not caught:
-                print(f"pytest ended with {code}:\n{log[-4000:]}", flush=True)
+        again = _report(faults, Path(folder), is_last=False)
+        # What others took of the machine can hide a pace that a fault breaks: each has a second go, with none beside it.
+        missed = sum(len(_report([fault], Path(folder), is_last=True)) for fault in again)
     print(f"{len(faults) - missed} passed, {missed} failed", flush=True)
     return 1 if missed or not faults else 0
 

@@ -130,7 +130,7 @@ FAULTS = [
         "serve_app.deployments.trunk",
         old="            seat.due_s = next_s",
         new="            seat.due_s = 0.0",
-        tests=(f"{DISPATCH}::test_later_tokens_come_gathered_the_first_at_once",),
+        tests=(f"{TRUNK_MESSAGES}::test_a_stream_that_always_has_a_token_has_its_turn_once_an_interval",),
     ),
     Fault(
         "trunk: a call that ends early leaves its reader waiting",

@@ -52,6 +52,38 @@ def test_logprobs_and_refusals_cross_whole() -> None:
     asyncio.run(run())
 
 
+class Looks:
+    """A clock that goes on by a hundredth of a second with each look at it."""
+
+    num_looks = 0
+
+    def monotonic(self) -> float:
+        self.num_looks += 1
+        return self.num_looks / 100
+
+
+def test_a_stream_that_always_has_a_token_has_its_turn_once_an_interval(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks = Looks()
+    monkeypatch.setattr(trunk, "time", looks)
+    monkeypatch.setattr(trunk, "rest_s", lambda interval_s: 0.0)
+
+    async def run() -> list[int]:
+        outgoing = OutgoingTrunk(lambda: 0.095)
+        outgoing.take_seat(1, Said([event(n, n) for n in range(100)]), unchanged)
+        messages = outgoing.messages()
+        await anext(messages)
+        sent_at = []
+        for _ in range(5):
+            await ends(anext(messages))
+            sent_at.append(looks.num_looks)
+        await messages.aclose()
+        return sent_at
+
+    assert asyncio.run(run()) == [11, 21, 31, 41, 51]
+
+
 def test_what_has_piled_up_leaves_in_messages_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trunk, "MESSAGE_TOKENS", 100)
 

@@ -192,7 +192,7 @@ def main(names: Sequence[str]) -> int:
         raise RuntimeError(f"loaded before planting: {ours}")
     with tempfile.TemporaryDirectory() as folder:
         again = _report(faults, Path(folder), is_last=False)
-        # What others took of the machine can hide a pace that a fault breaks: each has a second go, with none beside it.
+        # What others took of the machine can hide a pace that a fault breaks: each has a second go, alone.
         missed = sum(len(_report([fault], Path(folder), is_last=True)) for fault in again)
     print(f"{len(faults) - missed} passed, {missed} failed", flush=True)
     return 1 if missed or not faults else 0
